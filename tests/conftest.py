@@ -1,4 +1,4 @@
-"""What all tests share. Property tests draw the same examples in every run, and do not time the machine."""
+"""Fixtures and settings of all tests. Property tests draw the same examples in every run and have no deadline."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxtyping import install_import_hook
 
 from tests.testing.pauses import Pauses
 
-# Shapes are checked at every call; before anything of the package is imported.
+# Check array shapes at every call. The hook must be installed before the package is imported.
 install_import_hook("jaxmodels", "beartype.beartype")
 pytest_plugins = ["tests.testing.compiling", "tests.testing.peers"]
 TESTS = Path(__file__).parent
@@ -47,14 +47,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture
 def pauses() -> Iterator[Pauses]:
-    """What the machine takes away from a test that has a limit of time to hold."""
+    """Measure pauses of the machine for tests with a time limit."""
     with Pauses() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Iterator[Path]:
-    """An untrained DiT of two layers, in a pipeline's folder ``transformer``."""
+    """Write an untrained DiT of two layers to the folder ``transformer`` of a pipeline."""
     from tests.testing.transformers import random_transformer
 
     model = random_transformer(

@@ -1,4 +1,4 @@
-"""What deploy/ has for Docker and Kubernetes: valid, closed, and in agreement with the server and with itself."""
+"""Files of deploy/ for Docker and Kubernetes: valid, secure, and consistent with the server."""
 
 import importlib.util
 import json
@@ -25,8 +25,8 @@ GOLDEN = Path(__file__).parent / "golden" / "kubernetes"
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 USER = 10001
-# Ray reads these from the environment of each of its processes; where one lacks, a node is open or cannot join.
-LOCKS = {
+# Ray reads these variables in each process. If a variable is missing, a node is open or cannot join.
+SECURITY_VARIABLES = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN_PATH": "/etc/ray/token/token",
     "RAY_USE_TLS": "1",
@@ -37,22 +37,22 @@ LOCKS = {
 PATHS = {route.path for route in ROUTES if route.method == "GET"}
 
 
-class Once(yaml.SafeLoader):
-    """YAML in which a key that is there twice is an error, as it is for kubectl."""
+class UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that refuses duplicate keys, as kubectl does."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [loader.construct_object(key) for key, _ in node.value]
-    assert len(keys) == len(set(keys)), f"a key is there twice: {node.start_mark}"
+    assert len(keys) == len(set(keys)), f"duplicate key: {node.start_mark}"
     return loader.construct_mapping(node, deep=True)
 
 
-Once.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 RESOURCES = [
     (f"{path.stem}/{resource['kind']}/{resource['metadata']['name']}", resource)
     for path in MANIFESTS
-    for resource in yaml.load_all(path.read_text(), Once)
+    for resource in yaml.load_all(path.read_text(), UniqueKeyLoader)
 ]
 
 
@@ -84,24 +84,24 @@ def named(found: list[Any]) -> list[Any]:
 
 
 def environment(container: Mapping[str, Any]) -> dict[str, Any]:
-    return {one["name"]: one.get("value") for one in container.get("env", ())}
+    return {variable["name"]: variable.get("value") for variable in container.get("env", ())}
 
 
 def words_of(container: Mapping[str, Any]) -> list[str]:
-    """The command line, also of a script for a shell."""
+    """Return the words of the command line, or of the shell script that the container runs."""
     words = [*container.get("command", ()), *container.get("args", ())]
     if words[:1] != ["/bin/bash"]:
         return words
     return shlex.split(words[-1].replace("\\\n", ""), comments=True)
 
 
-def served(container: Mapping[str, Any]) -> dict[str, str | None] | None:
-    """Flags of ``robojax serve``, if that is what it runs."""
+def serve_flags(container: Mapping[str, Any]) -> dict[str, str | None] | None:
+    """Return the flags of ``robojax serve``, or None if the container runs another command."""
     words = words_of(container)
     if "serve" not in words:
         return None
     flags = [word.partition("=") for word in words[words.index("serve") + 1 :]]
-    return {name: value if is_said else None for name, is_said, value in flags}
+    return {name: value if separator else None for name, separator, value in flags}
 
 
 def validator(kind: str) -> Draft202012Validator:
@@ -112,35 +112,37 @@ def validator(kind: str) -> Draft202012Validator:
     )
     if kind == "RayCluster":
         return Draft202012Validator({"$ref": "raycluster"}, registry=registry)
-    known = {name.rpartition(".")[2]: name for name in schemas["kubernetes"]["$defs"] if name.startswith("io.k8s.api.")}
-    return Draft202012Validator({"$ref": f"kubernetes#/$defs/{known[kind]}"}, registry=registry)
+    definitions = {
+        name.rpartition(".")[2]: name for name in schemas["kubernetes"]["$defs"] if name.startswith("io.k8s.api.")
+    }
+    return Draft202012Validator({"$ref": f"kubernetes#/$defs/{definitions[kind]}"}, registry=registry)
 
 
-def complaints(resource: Mapping[str, Any]) -> list[str]:
+def schema_errors(resource: Mapping[str, Any]) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator(resource["kind"]).iter_errors(resource)]
 
 
 @pytest.mark.parametrize("resource", named(RESOURCES))
-def test_a_manifest_is_what_its_schema_says_and_no_secret(resource: Mapping[str, Any]) -> None:
-    assert complaints(resource) == []
+def test_a_manifest_matches_its_schema_and_is_not_a_secret(resource: Mapping[str, Any]) -> None:
+    assert schema_errors(resource) == []
     assert resource["kind"] != "Secret"
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"),
+    ("kind", "damage"),
     [
         ("Deployment", lambda spec: spec["template"]["spec"]["containers"][0].update(image_pull_policy="Always")),
         ("RayCluster", lambda spec: spec["workerGroupSpecs"][0].pop("groupName")),
     ],
 )
-def test_the_schemas_refuse_what_is_wrong(kind: str, wrong: Any) -> None:
-    resource = json.loads(json.dumps(next(one for _, one in RESOURCES if one["kind"] == kind)))
-    wrong(resource["spec"])
-    assert complaints(resource)
+def test_the_schemas_refuse_an_invalid_manifest(kind: str, damage: Any) -> None:
+    resource = json.loads(json.dumps(next(resource for _, resource in RESOURCES if resource["kind"] == kind)))
+    damage(resource["spec"])
+    assert schema_errors(resource)
 
 
 @pytest.mark.parametrize(("resource", "pod"), named(PODS))
-def test_a_pod_is_nobody_in_particular(resource: Mapping[str, Any], pod: Mapping[str, Any]) -> None:
+def test_a_pod_runs_without_privileges(resource: Mapping[str, Any], pod: Mapping[str, Any]) -> None:
     spec = pod["spec"]
     context = spec["securityContext"]
     assert context["runAsNonRoot"] is True
@@ -163,46 +165,53 @@ def test_a_container_writes_only_to_its_volumes(pod: Mapping[str, Any], containe
 
 
 @pytest.mark.parametrize(("resource", "pod"), named(PODS))
-def test_what_a_container_mounts_is_there(resource: Mapping[str, Any], pod: Mapping[str, Any]) -> None:
+def test_every_mounted_volume_exists_and_every_volume_is_mounted(
+    resource: Mapping[str, Any], pod: Mapping[str, Any]
+) -> None:
     spec = pod["spec"]
     claims = {claim["metadata"]["name"] for claim in resource["spec"].get("volumeClaimTemplates", ())}
-    there = {volume["name"] for volume in spec["volumes"]} | claims
+    volumes = {volume["name"] for volume in spec["volumes"]} | claims
     mounted = {
-        mount["name"] for one in (*spec.get("initContainers", ()), *spec["containers"]) for mount in one["volumeMounts"]
+        mount["name"]
+        for container in (*spec.get("initContainers", ()), *spec["containers"])
+        for mount in container["volumeMounts"]
     }
-    assert mounted == there
+    assert mounted == volumes
     secret = {volume["name"] for volume in spec["volumes"] if "secret" in volume}
     for container in (*spec.get("initContainers", ()), *spec["containers"]):
         assert {mount["name"] for mount in container["volumeMounts"] if mount.get("readOnly")} >= secret & {
             mount["name"] for mount in container["volumeMounts"]
         }
         if container in spec["containers"]:
-            assert "ca" not in {mount["name"] for mount in container["volumeMounts"]}, "the authority's key"
-    # Others may change no key and read no token; the group is the pod's own.
+            assert "ca" not in {mount["name"] for mount in container["volumeMounts"]}, (
+                "the key of the authority is mounted"
+            )
+    # Other users may not change a key or read a token. The group is the group of the pod.
     assert {volume["secret"]["defaultMode"] for volume in spec["volumes"] if "secret" in volume} == {0o440}
 
 
-def test_selectors_find_pods_and_policies_hold_for_all_of_them() -> None:
+def test_selectors_match_pods_and_network_policies_cover_all_pods() -> None:
     def chosen(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
         return selector.items() <= labels.items()
 
     for path in MANIFESTS:
-        here = [one for name, one in RESOURCES if name.startswith(f"{path.stem}/")]
-        labels = [pod["metadata"]["labels"] for one in here for _, pod in pods_of(one)]
-        policies = [one["spec"]["podSelector"]["matchLabels"] for one in here if one["kind"] == "NetworkPolicy"]
-        services = [one["spec"]["selector"] for one in here if one["kind"] == "Service"]
+        resources = [resource for name, resource in RESOURCES if name.startswith(f"{path.stem}/")]
+        labels = [pod["metadata"]["labels"] for resource in resources for _, pod in pods_of(resource)]
+        policies = [item["spec"]["podSelector"]["matchLabels"] for item in resources if item["kind"] == "NetworkPolicy"]
+        services = [resource["spec"]["selector"] for resource in resources if resource["kind"] == "Service"]
         assert all(any(chosen(policy, pod) for policy in policies) for pod in labels)
         assert all(any(chosen(selector, pod) for pod in labels) for selector in (*policies, *services))
-        for one in here:
-            if one["kind"] in ("Deployment", "StatefulSet"):
-                assert chosen(one["spec"]["selector"]["matchLabels"], one["spec"]["template"]["metadata"]["labels"])
+        for resource in resources:
+            if resource["kind"] in ("Deployment", "StatefulSet"):
+                spec = resource["spec"]
+                assert chosen(spec["selector"]["matchLabels"], spec["template"]["metadata"]["labels"])
 
 
-SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if served(container) is not None]
+SERVERS = [(name, pod, container) for name, pod, container in CONTAINERS if serve_flags(container) is not None]
 
 
 @pytest.mark.parametrize(("pod", "container"), named(SERVERS))
-def test_probes_ask_for_what_the_server_has(pod: Mapping[str, Any], container: Mapping[str, Any]) -> None:
+def test_probes_use_routes_of_the_server(pod: Mapping[str, Any], container: Mapping[str, Any]) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["http"] == int(environment(container)[f"{PREFIX}PORT"])
     probes = {name: probe for name, probe in container.items() if name.endswith("Probe")}
@@ -215,21 +224,21 @@ def test_probes_ask_for_what_the_server_has(pod: Mapping[str, Any], container: M
             script = probe["exec"]["command"][-1]
             compile(script, name, "exec")
             paths = re.findall(r'"GET", "([^"]+)"', script)
-        # A supervisor's question, and a load balancer's.
+        # Supervisors use /health and load balancers use /ready.
         assert paths == ["/ready" if name == "readinessProbe" else "/health"]
         assert set(paths) <= PATHS
 
 
 @pytest.mark.parametrize(("pod", "container"), named(SERVERS))
 def test_every_flag_is_a_setting(pod: Mapping[str, Any], container: Mapping[str, Any]) -> None:
-    flags = served(container)
+    flags = serve_flags(container)
     assert flags
     names = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
     assert set(names) - set(FIELDS) == set()
-    # Placeholders of the shell, where only the pod knows.
+    # Replace shell variables that only the pod knows.
     values = {name: re.sub(r"\$\{[A-Z_]+\}", "x", value or "") for name, value in names.items()}
-    if any(one["name"] == "ROBOJAX_DATABASE" for one in container["env"]):
-        values["database"] = "postgresql://user@host/name"  # out of a Secret
+    if any(variable["name"] == "ROBOJAX_DATABASE" for variable in container["env"]):
+        values["database"] = "postgresql://user@host/name"  # The real value is in a Secret.
     settings = load_settings(values)
     assert settings.server.host == "0.0.0.0"
     assert not settings.access.insecure
@@ -240,7 +249,7 @@ def test_every_flag_is_a_setting(pod: Mapping[str, Any], container: Mapping[str,
 
 
 @pytest.mark.parametrize(("pod", "container"), named(CONTAINERS))
-def test_every_variable_of_ours_is_a_setting(
+def test_every_robojax_variable_is_a_setting(
     pod: Mapping[str, Any], container: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment(container).items():
@@ -248,16 +257,16 @@ def test_every_variable_of_ours_is_a_setting(
     assert unknown_variables() == []
 
 
-CLUSTER = next(one for _, one in RESOURCES if one["kind"] == "RayCluster")
-FRONT = next(container for name, _, container in SERVERS if name.startswith("ray/"))
-FLAGS = served(FRONT) or {}
+CLUSTER = next(resource for _, resource in RESOURCES if resource["kind"] == "RayCluster")
+SERVER = next(container for name, _, container in SERVERS if name.startswith("ray/"))
+FLAGS = serve_flags(SERVER) or {}
 
 
 @pytest.mark.parametrize("container", named(RAY))
-def test_every_node_of_ray_is_locked(container: Mapping[str, Any]) -> None:
-    there = environment(container)
-    assert {name: there.get(name) for name in LOCKS} == LOCKS
-    assert "POD_IP" in there
+def test_every_ray_node_is_secured(container: Mapping[str, Any]) -> None:
+    values = environment(container)
+    assert {name: values.get(name) for name in SECURITY_VARIABLES} == SECURITY_VARIABLES
+    assert "POD_IP" in values
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {"/etc/ray/token", "/etc/ray/tls", "/tmp"} <= mounts
 
@@ -274,12 +283,14 @@ def test_all_nodes_have_one_image_and_the_version_of_the_extra() -> None:
     assert CLUSTER["spec"]["rayVersion"] in extra.specifier
 
 
-def test_fronts_find_the_head_and_its_certificate_is_for_that_name() -> None:
-    # As KubeRay calls it.
+def test_servers_find_the_head_and_its_certificate_has_that_name() -> None:
+    # KubeRay derives this name.
     head = f"{CLUSTER['metadata']['name']}-head-svc"
     parameters = CLUSTER["spec"]["headGroupSpec"]["rayStartParams"]
-    asked = {word.removeprefix("--address=") for word in words_of(FRONT) if word.rpartition("=")[2].startswith(head)}
-    assert {word.rstrip(";") for word in asked} == {f"{head}:{parameters['port']}"}
+    addresses = {
+        word.removeprefix("--address=") for word in words_of(SERVER) if word.rpartition("=")[2].startswith(head)
+    }
+    assert {word.rstrip(";") for word in addresses} == {f"{head}:{parameters['port']}"}
     certificate = CLUSTER["spec"]["headGroupSpec"]["template"]["spec"]["initContainers"][0]
     assert environment(certificate)["NAMES"].split()[0] == head
 
@@ -288,22 +299,22 @@ def test_engines_fit_into_their_group() -> None:
     [group] = CLUSTER["spec"]["workerGroupSpecs"]
     assert group["replicas"] == int(FLAGS["--engines-most"] or 0)
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    wanted = dict(part.split("=") for part in (FLAGS["--engine-resources"] or "").split(","))
+    requested = dict(part.split("=") for part in (FLAGS["--engine-resources"] or "").split(","))
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert float(wanted["CPU"]) <= float(group["rayStartParams"]["num-cpus"])
-    assert float(wanted["GPU"]) <= float(limits["nvidia.com/gpu"])
+    assert float(requested["CPU"]) <= float(group["rayStartParams"]["num-cpus"])
+    assert float(requested["GPU"]) <= float(limits["nvidia.com/gpu"])
 
 
-def test_a_front_is_reached_at_the_address_that_it_tells() -> None:
-    front = next(one for _, one in RESOURCES if one["kind"] == "StatefulSet")
-    service = next(one for _, one in RESOURCES if one["metadata"]["name"] == front["spec"]["serviceName"])
+def test_a_server_is_reachable_at_its_configured_address() -> None:
+    server = next(resource for _, resource in RESOURCES if resource["kind"] == "StatefulSet")
+    service = next(item for _, item in RESOURCES if item["metadata"]["name"] == server["spec"]["serviceName"])
     assert service["spec"]["clusterIP"] == "None"
     port = service["spec"]["ports"][0]["port"]
     assert FLAGS["--front-url"] == f"http://${{POD_NAME}}.{service['metadata']['name']}.${{NAMESPACE}}.svc:{port}"
     assert FLAGS["--front-name"] == "${POD_NAME}"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="aiortc brings it")
+@pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="cryptography is not installed")
 def test_a_pod_signs_a_certificate_for_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -331,7 +342,7 @@ def test_a_pod_signs_a_certificate_for_its_address(tmp_path: Path, monkeypatch: 
     made.mkdir()
     for variable, value in {"CA_FOLDER": tmp_path, "TLS_FOLDER": made, "POD_IP": "10.1.2.3", "NAMES": "a b.c"}.items():
         monkeypatch.setenv(variable, str(value))
-    script = next(one for _, one in RESOURCES if one["kind"] == "ConfigMap")["data"]["certificate.py"]
+    script = next(item for _, item in RESOURCES if item["kind"] == "ConfigMap")["data"]["certificate.py"]
     (tmp_path / "certificate.py").write_text(script)
     runpy.run_path(str(tmp_path / "certificate.py"))
 
@@ -346,7 +357,7 @@ def test_a_pod_signs_a_certificate_for_its_address(tmp_path: Path, monkeypatch: 
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Of the Dockerfile, in order: without comments, with continued lines joined."""
+    """Return the instructions of the Dockerfile without comments and with joined lines."""
     lines = [line for line in DOCKERFILE.splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", "")
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
@@ -358,8 +369,8 @@ def last_stage() -> list[tuple[str, str]]:
 
 
 def variables() -> dict[str, str]:
-    said = [rest for word, rest in last_stage() if word == "ENV"]
-    return dict(pair.split("=", 1) for rest in said for pair in shlex.split(rest))
+    values = [rest for word, rest in last_stage() if word == "ENV"]
+    return dict(pair.split("=", 1) for rest in values for pair in shlex.split(rest))
 
 
 def test_the_image_pins_its_base() -> None:
@@ -369,24 +380,24 @@ def test_the_image_pins_its_base() -> None:
 
 
 def test_the_image_runs_as_the_user_of_the_manifests() -> None:
-    said = dict(last_stage())
+    stage = dict(last_stage())
     assert ("ARG", f"USER_ID={USER}") in last_stage()
-    assert said["USER"] == "${USER_ID}"
+    assert stage["USER"] == "${USER_ID}"
     words = [word for word, _ in last_stage()]
     assert "RUN" not in words[words.index("USER") :]
-    assert said["STOPSIGNAL"] == "SIGTERM"
+    assert stage["STOPSIGNAL"] == "SIGTERM"
 
 
-def test_the_image_installs_nothing_to_compile_or_fetch_with() -> None:
+def test_the_image_installs_no_compiler_or_downloader() -> None:
     assert not re.search(r"apt-get|curl|wget|gcc|build-essential", "\n".join(rest for _, rest in instructions()))
 
 
-def test_everything_that_is_written_is_in_a_volume() -> None:
+def test_every_writable_folder_is_in_a_volume() -> None:
     volumes = json.loads(dict(last_stage())["VOLUME"])
-    there = variables()
+    values = variables()
     for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "ROBOJAX_STATE"):
-        assert any(Path(there[name]).is_relative_to(volume) for volume in volumes), name
-    assert there["TMPDIR"] == "/tmp"
+        assert any(Path(values[name]).is_relative_to(volume) for volume in volumes), name
+    assert values["TMPDIR"] == "/tmp"
     # The manifests mount the same folders.
     mounts = {mount["mountPath"] for _, _, container in SERVERS for mount in container["volumeMounts"]}
     assert {*volumes, "/tmp"} <= mounts
@@ -400,24 +411,24 @@ def test_every_variable_of_the_image_is_a_setting(monkeypatch: pytest.MonkeyPatc
     load_settings()
 
 
-def test_the_image_serves_and_is_asked_whether_it_does() -> None:
-    said = dict(last_stage())
-    assert json.loads(said["ENTRYPOINT"]) == ["robojax"]
-    command = json.loads(said["CMD"])
+def test_the_image_serves_and_has_a_health_check() -> None:
+    stage = dict(last_stage())
+    assert json.loads(stage["ENTRYPOINT"]) == ["robojax"]
+    command = json.loads(stage["CMD"])
     assert command[0] == "serve"
     flags = dict(zip(command[1::2], command[2::2], strict=True))
     assert {flag.removeprefix("--").replace("-", "_") for flag in flags} <= set(FIELDS)
-    asked = json.loads(said["HEALTHCHECK"].partition(" CMD ")[2])
-    assert asked[:2] == ["python", "-c"]
-    compile(asked[2], "HEALTHCHECK", "exec")
-    assert re.findall(r"'GET', '([^']+)'", asked[2]) == ["/health"]
+    check = json.loads(stage["HEALTHCHECK"].partition(" CMD ")[2])
+    assert check[:2] == ["python", "-c"]
+    compile(check[2], "HEALTHCHECK", "exec")
+    assert re.findall(r"'GET', '([^']+)'", check[2]) == ["/health"]
     assert variables()[f"{PREFIX}PORT"] == dict(last_stage())["EXPOSE"]
 
 
-def test_the_build_gets_what_the_wheel_is_made_of_and_nothing_else() -> None:
+def test_the_build_context_has_only_the_sources_of_the_wheel() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    wanted = {*packages, "pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
-    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == wanted
+    expected = {*packages, "pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == expected

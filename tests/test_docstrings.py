@@ -57,19 +57,22 @@ def documented() -> Iterator[tuple[str, ast.AST, str, set[str]]]:
             fields: set[str] = set()
             if isinstance(node, ast.ClassDef):
                 bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-                family = [node, *(one for one in tree.body if isinstance(one, ast.ClassDef) and one.name in bases)]
+                family = [node, *(item for item in tree.body if isinstance(item, ast.ClassDef) and item.name in bases)]
                 functions = [
-                    one for each in family for one in each.body if isinstance(one, Function) and one.name == "__init__"
+                    item
+                    for base in family
+                    for item in base.body
+                    if isinstance(item, Function) and item.name == "__init__"
                 ]
                 fields = {
-                    one.target.id
-                    for one in node.body
-                    if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 }
             arguments = {
-                one.arg
+                argument.arg
                 for function in functions
-                for one in (
+                for argument in (
                     *function.args.posonlyargs,
                     *function.args.args,
                     *function.args.kwonlyargs,
@@ -80,12 +83,12 @@ def documented() -> Iterator[tuple[str, ast.AST, str, set[str]]]:
 
 
 @pytest.mark.parametrize("section", ["Args", "Raises"])
-def test_docstrings_name_what_exists(section: str) -> None:
+def test_docstrings_name_existing_parameters_and_exceptions(section: str) -> None:
     exceptions = exception_names()
-    wrong = [
+    problems = [
         f"{place}: {section} names {name!r}"
         for place, _, text, arguments in documented()
         for name in entries(text, section)
         if name not in (arguments if section == "Args" else exceptions)
     ]
-    assert not wrong, "\n".join(wrong)
+    assert not problems, "\n".join(problems)

@@ -1,4 +1,4 @@
-"""Files that an earlier version wrote, in `tests/golden/files_of_0_1`, open in this one."""
+"""Files of version 0.1 in `tests/golden/files_of_0_1` can be read by this version."""
 
 import json
 import shutil
@@ -22,26 +22,26 @@ DIRECT = {"policy_path": "user/act", "transport_server_url": "direct"}
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A copy: whoever opens a database writes to it."""
+    """Return a copy of the files, because opening a database writes to it."""
     return shutil.copytree(FILES, tmp_path / "files", symlinks=True)
 
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", "robojax.cli", *arguments]
     quick = process_environment(quick=True)
-    done = subprocess.run(command, env=quick, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(command, env=quick, capture_output=True, text=True, timeout=100, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
-async def test_state_of_a_killed_server_has_sessions_latches_and_events(files: Path) -> None:
+async def test_the_state_of_a_killed_server_is_read(files: Path) -> None:
     (files / "keys.json").chmod(0o600)
     parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
     headers = {"x-api-key": (files / "key.txt").read_text().strip()}
     settings: dict[str, Any] = {"state": str(files / "state"), "keys_file": str(files / "keys.json")}
     async with started(parts=parts, headers=headers, policy_owners=["user"], **settings) as server:
-        found = {one["session_id"]: one for one in (await server.call("GET", "/sessions"))[1]}
-        assert {name: one["status"] for name, one in found.items()} == dict.fromkeys(found, "interrupted")
+        found = {session["session_id"]: session for session in (await server.call("GET", "/sessions"))[1]}
+        assert {name: session["status"] for name, session in found.items()} == dict.fromkeys(found, "interrupted")
         assert set(found) == {"arm", "latched", "direct"}
         assert found["latched"]["stats"]["emergency_stop"] == "of latched"
         assert found["arm"]["camera_names"] == ["front"]
@@ -49,10 +49,10 @@ async def test_state_of_a_killed_server_has_sessions_latches_and_events(files: P
         assert (await server.create("deleted", **DIRECT))[0] == 200
         assert (await server.call("GET", "/sessions/deleted"))[1]["stats"]["emergency_stop"] == "of deleted"
         assert (await server.call("GET", "/deployments"))[0] == 200
-    told = json.loads(
+    events = json.loads(
         run("webhooks", "events", "list", "--database", str(files / "state" / "events.sqlite3"), "--json")
     )
-    assert [(event["repo"], event["status"]) for event in told] == [("lab/act", "done")]
+    assert [(event["repo"], event["status"]) for event in events] == [("lab/act", "done")]
 
 
 def test_a_recording_and_a_dataset_are_read(files: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_recording_and_a_dataset_are_read(files: Path) -> None:
     assert dataset.fps == 25
 
 
-def test_a_run_goes_on_to_the_policy_that_it_had(files: Path) -> None:
-    """From its checkpoint of two steps of four, by the command that made it."""
+def test_a_resumed_training_run_reaches_the_same_policy(files: Path) -> None:
+    """The run continues from its checkpoint after two of four steps, with the original command."""
     (files / "run" / "policy").rename(files / "before")
     tiny = {
         "chunk_size": 4, "n_action_steps": 2, "vision_backbone": "small_cnn", "dim_model": 8, "n_heads": 2,
@@ -75,8 +75,8 @@ def test_a_run_goes_on_to_the_policy_that_it_had(files: Path) -> None:
         "--steps=4", "--save_freq=2", "--batch_size=2", "--image_size=32", "--log_freq=2", "--resume=true",
         *(f"--policy.{name}={value}" for name, value in tiny.items()),
     )  # fmt: skip
-    wanted = np.load(files / "run" / "chunk.npy")
+    expected = np.load(files / "run" / "chunk.npy")
     state, picture = np.zeros((1, 6), np.float32), np.zeros((1, 32, 32, 3), np.uint8)
     for folder in (files / "before", files / "run" / "policy"):
         chunk = jaxmodels.load_policy(folder).act({"observation.state": state, "observation.images.front": picture})
-        np.testing.assert_allclose(chunk, wanted, atol=1e-4 * np.abs(wanted).max())
+        np.testing.assert_allclose(chunk, expected, atol=1e-4 * np.abs(expected).max())

@@ -40,7 +40,7 @@ TOKENIZERS = {
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": "lerobot_smolvla/smolvla_two_cameras/vlm/tokenizer.json",
     "google/paligemma-3b-pt-224": "lerobot_pi05/pi05_two_cameras/google/paligemma-3b-pt-224/tokenizer.json",
 }
-# Runs the files that are named on its standard input, in one namespace.
+# Program that runs the files named on its standard input in one namespace.
 INTERPRETER = """
 import sys
 answers, sys.stdout, names = sys.stdout, sys.stderr, {"__name__": "__main__"}
@@ -58,7 +58,7 @@ UNET: dict[str, Any] = {
     "attention_head_dim": 2,
     "norm_num_groups": 4,
 }
-WAIT = 300  # seconds that a page may take on a busy machine
+WAIT = 300  # Seconds that a page may take on a busy machine.
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -78,7 +78,7 @@ def hub(golden_folder: Callable[[str], Path]) -> Iterator[StubHub]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with what the guides read of a clone; they may write to it."""
+    """Return a folder with the files of a clone that the guides read. The guides may write to it."""
     folder = tmp_path / "clone"
     shutil.copytree(POLICY, folder / "robojax" / "sim" / "policy")
     (folder / ".venv").symlink_to(sys.prefix)
@@ -87,13 +87,13 @@ def clone(tmp_path: Path) -> Path:
 
 
 def write_unet(folder: Path) -> None:
-    """Write the UNet of the guide to Transformer2DModel: a very small transformer, and another tensor."""
+    """Write the UNet of the guide to Transformer2DModel: a very small transformer and one other tensor."""
     prefix, random = "mid_block.attentions.0", np.random.default_rng(0)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(UNET))
     tensors = {
-        f"{prefix}.{place.theirs}": random.standard_normal(place.shape, np.float32)
-        for place in tensor_names(read_block_config(UNET, prefix))
+        f"{prefix}.{name.theirs}": random.standard_normal(name.shape, np.float32)
+        for name in tensor_names(read_block_config(UNET, prefix))
     }
     tensors["conv_in.bias"] = np.zeros(16, np.float32)
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
@@ -112,7 +112,7 @@ def script_of(page: Path) -> str:
             parts.append(f"cat > {file} <<'END_OF_BLOCK'\n{text}END_OF_BLOCK")
         elif language == "python":
             parts.append(f"cat > block{number}.py <<'END_OF_BLOCK'\n{text}END_OF_BLOCK")
-            # A reader pastes the first example more than once.
+            # A reader may paste the first example more than once.
             for _ in range(2 if page.name == "README.md" else 1):
                 parts.append(f"echo block{number}.py >&${{PYTHON[1]}}; read -r answer <&${{PYTHON[0]}}")
         else:
@@ -128,7 +128,7 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unuse
     script = script_of(page)
     script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script)
     script = script.replace("7860", str(webhooks)).replace("7870", str(registry))
-    # Exit code 1 says that this machine is too slow or lacks a package. Any other code of these commands is a fault.
+    # Exit code 1 means that this machine is too slow or lacks a package. Any other code of these commands is an error.
     script = re.sub(r"^(robojax (?:check|doctor)\b[^#\n]*)", r"\1 || [ $? = 1 ] ", script, flags=re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROBOJAX_", "HF_"))}
     environment |= QUICK | {
@@ -148,6 +148,6 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unuse
     assert run.returncode == 0, f"{page.name}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
 
 
-def test_pages_of_a_newcomer_have_runnable_blocks() -> None:
+def test_pages_for_beginners_have_runnable_blocks() -> None:
     named = {page.relative_to(ROOT).as_posix() for page in PAGES}
     assert {"README.md", "docs/start/first_session.md", "docs/robots/direct.md"} <= named

@@ -1,4 +1,4 @@
-"""Who may import whom: one table, read against every import of the packages."""
+"""Layers of the packages: one table, compared with every import."""
 
 import ast
 import multiprocessing
@@ -18,11 +18,11 @@ from packaging.utils import canonicalize_name
 from tools import house, traces
 
 ROOT = Path(__file__).parent.parent
-OURS = ("jaxmodels", "service", "hooks", "robojax")
+PRODUCT_PACKAGES = ("jaxmodels", "service", "hooks", "robojax")
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "safetensors"}
 SERVER = {"sanic", "pydantic", "asyncio", "aiohttp", "aiortc", "uvloop", "typer", "rich"}
 
-# package -> modules it must not import (a prefix match on the dotted name)
+# Package to the modules that it must not import (prefixes of dotted names).
 FORBIDDEN: dict[str, set[str]] = {
     "jaxmodels": {"service", "hooks", "robojax", *SERVER},
     "hooks": {"service", "jaxmodels", "robojax", *ACCELERATOR},
@@ -48,19 +48,19 @@ LAYERS = {
     ),
     "robojax": "client < robot < sim < cli",
 }
-# module of ours -> who may import it, as programs are assembled there
+# Package to the files that may import it, because they assemble the programs.
 COMPOSITION_ONLY = {"hooks": {"service/app.py", "service/rollout/", "robojax/__init__.py", "robojax/cli/webhooks.py"}}
-# module of ours -> the only places of the client and the robot that import it, inside functions as WebRTC is large
+# Module to the only files of the client and the robot that import it, inside functions, because WebRTC is large.
 OF_THE_SERVICE = {"service.transport": {"robojax/client/client.py"}, "service.errors": {"robojax/robot/links.py"}}
-# third-party module -> the only place in jaxmodels that touches it: a file, or a folder with all in it
-ONE_PLACE = {
+# Third-party module to the only file or folder of jaxmodels that imports it.
+ONLY_IMPORTER = {
     "huggingface_hub": "jaxmodels/hub_download.py",
     "av": "jaxmodels/data/",
     "pyarrow": "jaxmodels/data/",
     "tokenizers": "jaxmodels/checkpoints/tokenizer_files.py",
     "tensorstore": "jaxmodels/checkpoints/orbax_files.py",
 }
-# Distributions of modules that have another name. The table does not depend on the packages that are installed.
+# Distributions whose module has another name. The table does not depend on the installed packages.
 DISTRIBUTIONS = {
     "OpenSSL": "pyopenssl",
     "PIL": "pillow",
@@ -74,13 +74,13 @@ DISTRIBUTIONS = {
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",
 }
-# Distributions without an import: commands, plug-ins of pytest, and modules that are named in strings.
+# Distributions without an import: commands, plug-ins of pytest, and modules named in strings.
 TOOLS = {"beartype", "jupyterlab", "mkdocs-material", "pip-licenses", "pyright", "ruff"}
 TOOLS |= {"pytest-timeout", "pytest-xdist"}
 
 
 def modules() -> list[Path]:
-    return sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+    return sorted(path for package in PRODUCT_PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 @cache
@@ -90,7 +90,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> list[tuple[int, str]]:
-    """Line and dotted name of each import of a file."""
+    """Return the line and dotted name of each import of a file."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -105,65 +105,65 @@ def within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-def wrong_imports(path: Path) -> Iterator[str]:
-    """Describe each import that the tables above forbid to a module."""
-    place = str(path.relative_to(ROOT))
-    package = place.split("/")[0]
-    side = ".".join(place.split("/")[:2])  # the client's or the robot's
-    is_aside = side in FORBIDDEN
-    of_the_service = {name for name, places in OF_THE_SERVICE.items() if place in places}
+def forbidden_imports(path: Path) -> Iterator[str]:
+    """Yield a message for each import that the tables above forbid."""
+    file = str(path.relative_to(ROOT))
+    package = file.split("/")[0]
+    side = ".".join(file.split("/")[:2])  # The part of the client or of the robot.
+    is_separate = side in FORBIDDEN
+    of_the_service = {name for name, files in OF_THE_SERVICE.items() if file in files}
     for line, name in imports(path):
-        for banned in FORBIDDEN.get(side if is_aside else package, ()):
+        for banned in FORBIDDEN.get(side if is_separate else package, ()):
             if within(name, banned):
-                yield f"{place}:{line}: {package} must not import {name}"
+                yield f"{file}:{line}: {package} must not import {name}"
         for module, allowed in COMPOSITION_ONLY.items():
-            if within(name, module) and package != module and not place.startswith(tuple(allowed)):
-                yield f"{place}:{line}: only {sorted(allowed)} may import {name}"
-        for module, only in ONE_PLACE.items() if package == "jaxmodels" else ():
-            if within(name, module) and not place.startswith(only):
-                yield f"{place}:{line}: only {only} may import {name}"
-        if is_aside and within(name, "service") and not any(within(name, each) for each in of_the_service):
-            yield f"{place}:{line}: robojax must not import {name}"
-    for node in tree_of(path).body if is_aside and place != "robojax/robot/_scservo.py" else ():
+            if within(name, module) and package != module and not file.startswith(tuple(allowed)):
+                yield f"{file}:{line}: only {sorted(allowed)} may import {name}"
+        for module, only in ONLY_IMPORTER.items() if package == "jaxmodels" else ():
+            if within(name, module) and not file.startswith(only):
+                yield f"{file}:{line}: only {only} may import {name}"
+        if is_separate and within(name, "service") and not any(within(name, allowed) for allowed in of_the_service):
+            yield f"{file}:{line}: robojax must not import {name}"
+    for node in tree_of(path).body if is_separate and file != "robojax/robot/_scservo.py" else ():
         for module in ("service", "aiortc", "cv2", "scservo_sdk"):
             if isinstance(node, ast.ImportFrom) and within(str(node.module), module):
-                yield f"{place}:{node.lineno}: {module} is imported with the module; import it in the function"
+                yield f"{file}:{node.lineno}: {module} is imported at module level; import it in the function"
 
 
-def test_modules_import_only_what_their_layer_may() -> None:
-    assert [problem for path in modules() for problem in wrong_imports(path)] == []
+def test_modules_import_only_allowed_modules() -> None:
+    assert [problem for path in modules() for problem in forbidden_imports(path)] == []
 
 
 def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
     public = ("jaxmodels", "jaxmodels.errors", "jaxmodels.training", "jaxmodels.data", "jaxmodels.types")
-    wrong = []
+    problems = []
     for path in modules():
         for node in ast.walk(tree_of(path)) if path.relative_to(ROOT).parts[0] in ("service", "robojax") else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            places = [name for name in names if within(name, "jaxmodels") and name not in public]
-            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in places]
-    assert wrong == []
+            files = [name for name in names if within(name, "jaxmodels") and name not in public]
+            problems += [f"{path.relative_to(ROOT)}: {name}" for name in files]
+    assert problems == []
 
 
 def test_imports_and_declared_dependencies_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {"": project["dependencies"], **project["optional-dependencies"]}
-    names_of = {extra: {canonicalize_name(Requirement(text).name) for text in texts} for extra, texts in wanted.items()}
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    names_of = {extra: {canonicalize_name(Requirement(text).name) for text in texts} for extra, texts in groups.items()}
     declared = set().union(*(names for extra, names in names_of.items() if extra != "dev"))
     helpers = [path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
-    wrong, used = [], set(TOOLS)
+    problems, used = [], set(TOOLS)
     for path in (*modules(), *helpers):
         for line, name in imports(path):
             module = name.split(".")[0]
             distribution = canonicalize_name(DISTRIBUTIONS.get(module, module))
             used.add(distribution)
-            needs_no_package = module in sys.stdlib_module_names or module in (*OURS, "benchmarks")
+            needs_no_package = module in sys.stdlib_module_names or module in (*PRODUCT_PACKAGES, "benchmarks")
             if path not in helpers and not needs_no_package and distribution not in declared:
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {distribution} is not in pyproject.toml")
+                problems.append(f"{path.relative_to(ROOT)}:{line}: {distribution} is not in pyproject.toml")
     unused = sorted((declared | names_of["dev"]) - used)
-    wrong += [f"{name} is in pyproject.toml, but no file imports it" for name in unused]
-    assert not wrong, "\n".join(wrong)
+    problems += [f"{name} is in pyproject.toml, but no file imports it" for name in unused]
+    assert not problems, "\n".join(problems)
 
 
 def ranks(package: str) -> dict[str, int]:
@@ -195,11 +195,11 @@ def measure_path(path: str) -> tuple[int, int, int, int]:
     return len(trace.files), len(trace.functions), trace.returns, trace.callbacks
 
 
-def test_within_a_package_nothing_knows_what_stands_above_it() -> None:
+def test_modules_import_only_from_their_own_or_lower_layers() -> None:
     files = house.modules()
     rank = {name: level for package in LAYERS for name, level in ranks(package).items()}
     below = {name for name in map(house.package_of, files) if "." in name}
-    assert below == set(rank), "the table has exactly the modules and packages of the four"
+    assert below == set(rank), "the table must list all modules and packages"
     found = {
         (name, other)
         for name, others in house.imports_of(files).items()
@@ -215,14 +215,14 @@ def test_there_are_no_circular_imports() -> None:
     assert house.circles(house.imports_of(house.modules(), everywhere=True)) == []
 
 
-# Everyday words that replaced a term of the field, for which people search.
+# Everyday words that must not replace a term of the field.
 _BANNED = """
 knock lacking told wish parcel leash patience crew errand keeper courier drive thinking asking trail lane turnover
 growth askers changeover consultation thought standing kept ledger onlooker punctual found wanted place places tell
 hear heard shown asked seen look looking complaint complaints utils helpers misc
 """
 BANNED = set(_BANNED.split())
-# Public names with such a word that stay, by package, because users have them in code, files or settings.
+# Public names with such a word, by package, that users have in code, files or settings.
 FIXED_NAMES = {
     "hooks": {"WebhookNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
     "jaxmodels": {"shapes_kept"},
@@ -239,7 +239,7 @@ def words_of(name: str) -> set[str]:
 
 
 def public_names(node: ast.AST) -> Iterator[str]:
-    """Names of functions, classes, methods and attributes; what is inside of functions or begins with _ is private."""
+    """Yield the public names of functions, classes, methods and attributes outside of functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or child.name.startswith("_"):
             continue
@@ -255,11 +255,11 @@ def public_names(node: ast.AST) -> Iterator[str]:
             yield from (each.attr for each in stored if isinstance(each.ctx, ast.Store) and each.attr[0] != "_")
 
 
-def test_modules_have_the_names_of_the_field() -> None:
+def test_module_names_use_terms_of_the_field() -> None:
     assert not [name for name in house.modules() if words_of(name.rpartition(".")[2]) & BANNED]
 
 
-def test_public_names_are_of_the_field() -> None:
+def test_public_names_use_terms_of_the_field() -> None:
     packages = ["hooks", "jaxmodels", "robojax"]
     packages += [f"service/{path.parent.name}" for path in (ROOT / "service").glob("*/__init__.py")]
     assert len(packages) > 12
@@ -275,7 +275,7 @@ def test_public_names_are_of_the_field() -> None:
     assert {package: names for package, names in found.items() if names} == FIXED_NAMES
 
 
-# `hooks` does not import `service`, and users know a policy and a session in two packages by these names.
+# `hooks` does not import `service`, and the client uses the same names for a policy and a session.
 SHARED_NAMES = {"CannotListen", "DeadlineProtocol", "Policy", "Session"}
 
 

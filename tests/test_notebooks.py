@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, uses public names only, is stored without outputs, and leads to the next."""
+"""Every notebook runs, uses only public names, is stored without outputs, and links to the next notebook."""
 
 import ast
 import json
@@ -21,10 +21,10 @@ PUBLIC = re.compile(
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBERED = [path for path in NOTEBOOKS if path.stem[:2].isdigit()]
-# They train, and compile what a user's second run reads from the disk; a busy machine takes its time.
-PATIENCE = 600
+# Seconds per notebook. Notebooks train and compile without a cache, which takes long on a busy machine.
+TIMEOUT = 600
 SHORTER = 20  # No cell depends on how well a policy has learned, or on the number of measurements.
-# Fewer batch sizes, pictures and steps of denoising to compile, and fewer episodes to draw.
+# Replacements that reduce batch sizes, image sizes, denoising steps and episodes.
 FEWER = {
     "(1, 2, 4, 8)": "(1, 2)",
     ", (720, 1280))": ")",
@@ -33,7 +33,7 @@ FEWER = {
     "episodes=range(5))": "episodes=range(2))",
     "episodes=[5])": "episodes=[2])",
 }
-# Whether a machine can draw is known by trying, in a process of its own: OpenGL may end it.
+# Program that tests whether the machine can render. It runs in a separate process because OpenGL may abort it.
 DRAWING = "import robojax.sim, mujoco; mujoco.GLContext(8, 8)"
 
 
@@ -65,18 +65,18 @@ def test_there_are_notebooks() -> None:
     assert [path.stem[:2] for path in NUMBERED] == [f"{number:02}" for number in range(1, len(NUMBERED) + 1)]
 
 
-@pytest.mark.timeout(PATIENCE)
+@pytest.mark.timeout(TIMEOUT)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_from_top_to_bottom(
+def test_a_notebook_runs_from_top_to_bottom(
     path: Path, can_draw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "record-demo" in text(path, "code") and not can_draw:
-        pytest.skip("nothing here can draw the simulated arm; robojax doctor says what this machine lacks")
+        pytest.skip("this machine cannot render the simulated arm; robojax doctor shows what is missing")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path / "frames"))
     monkeypatch.setenv("MPLBACKEND", "agg")
-    jax.jit(abs)(-1)  # XLA reads its flags once in a process: these are for those that a notebook starts
+    jax.jit(abs)(-1)  # XLA reads its flags once, so the flags below apply only to processes of a notebook.
     for name, value in QUICK.items():
         monkeypatch.setenv(name, value)
     names: dict = {"__name__": "__main__"}
@@ -87,12 +87,12 @@ def test_it_runs_from_top_to_bottom(
                 exec(compile(source, f"{path.name}, code cell {number}", "exec"), names)
     finally:
         if "matplotlib.pyplot" in sys.modules:
-            sys.modules["matplotlib.pyplot"].close("all")  # pyplot holds figures until they are closed
-    assert capsys.readouterr().out, "a notebook shows something"
+            sys.modules["matplotlib.pyplot"].close("all")  # pyplot keeps figures until they are closed.
+    assert capsys.readouterr().out, "a notebook must print something"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_stored_without_outputs_and_uses_public_names_only(path: Path) -> None:
+def test_a_notebook_has_no_outputs_and_uses_only_public_names(path: Path) -> None:
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(path, "code"))
     for node in ast.walk(ast.parse(text(path, "code"))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "jaxmodels":
@@ -107,9 +107,9 @@ def test_it_is_stored_without_outputs_and_uses_public_names_only(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_that_it_names_exist(path: Path) -> None:
+def test_notebooks_that_a_notebook_names_exist(path: Path) -> None:
     named = {Path(name).name for name in text(path).split("`") if name.endswith(".ipynb")}
-    assert named <= {one.name for one in NOTEBOOKS}
+    assert named <= {notebook.name for notebook in NOTEBOOKS}
     if path in NUMBERED[:-1]:
         assert NUMBERED[NUMBERED.index(path) + 1].name in named
 

@@ -1,4 +1,4 @@
-"""What the packages export."""
+"""Exported names of the packages."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_listed_name_is_exported_and_no_other(package: str) -> None:
+def test_exactly_the_listed_names_are_exported(package: str) -> None:
     module = import_module(package)
     names = module.__all__
     assert len(set(names)) == len(names)
@@ -33,12 +33,12 @@ def test_every_listed_name_is_exported_and_no_other(package: str) -> None:
         _ = module.nothing
 
 
-def test_names_of_huggingface_hub_are_here_too() -> None:
+def test_webhook_names_of_huggingface_hub_are_exported() -> None:
     import huggingface_hub
 
-    theirs = [name for name in huggingface_hub.__dict__["__all__"] if "webhook" in name.lower()]
-    assert len(theirs) >= 15
-    assert set(theirs) <= set(hooks.__all__), set(theirs) - set(hooks.__all__)
+    names = [name for name in huggingface_hub.__dict__["__all__"] if "webhook" in name.lower()]
+    assert len(names) >= 15
+    assert set(names) <= set(hooks.__all__), set(names) - set(hooks.__all__)
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_names_of_huggingface_hub_are_here_too() -> None:
 )
 def test_importing_a_package_imports_nothing_heavy(imported: str, heavy: str) -> None:
     script = f"import sys, {imported}; print(*(name for name in '{heavy}'.split() if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == []

@@ -1,7 +1,7 @@
-"""Hook of MkDocs: links out of docs/ lead to the repository, pictures there are copied, two pages come from its root.
+"""Hook of MkDocs for links out of docs/, images of the repository, and two pages of its root.
 
-On GitHub a guide's link to a source file is relative, and works as it stands. The site has no source files: there the
-same link becomes an address. A link to a file that does not exist is a warning, which `make docs` makes an error.
+On GitHub, relative links of a guide to source files work unchanged. The site has no source files, so the hook replaces
+such links by addresses of the repository. A link to a missing file is a warning, which `make docs` turns into an error.
 """
 
 import logging
@@ -32,7 +32,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files, **_: A
     def link_in_site(match: re.Match[str]) -> str:
         path, anchor = match[1], match[2] or ""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        page_of = {of: name for name, of in PAGES.items()}
+        page_of = {file: name for name, file in PAGES.items()}
         if target.startswith("docs/") or target in page_of:
             inside = page_of.get(target, target.removeprefix("docs/"))
         elif not (ROOT / target).exists():

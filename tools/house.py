@@ -17,17 +17,17 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxmodels", "hooks", "service", "robojax")
-MOST_PARAMETERS = 6
+MAX_PARAMETERS = 6
 
 
 def modules(packages: Iterable[str] = PACKAGES) -> dict[str, Path]:
-    """Dotted name to file, of all modules of the packages."""
+    """Return the file of each module of the packages by dotted name."""
     files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
 def imports_of(files: Mapping[str, Path], *, everywhere: bool = False) -> dict[str, set[str]]:
-    """Module to the modules of ours that it imports: when it is imported itself, or also later, inside of functions."""
+    """Return the product modules that each module imports at module level, or also in functions (``everywhere``)."""
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
         tree = ast.parse(path.read_text())
@@ -43,12 +43,12 @@ def imports_of(files: Mapping[str, Path], *, everywhere: bool = False) -> dict[s
 
 
 def package_of(module: str) -> str:
-    """The package a module lies in: ``service.control`` for ``service.control.guard``."""
+    """Return the package of a module, such as ``service.control`` for ``service.control.guard``."""
     return ".".join(module.split(".")[:2])
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other (strongly connected components of two or more)."""
+    """Return the strongly connected components of two or more nodes."""
     order: list[str] = []
     seen: set[str] = set()
 
@@ -84,13 +84,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many parameters a function has, without `self` and `cls`."""
+    """Return the number of parameters of a function without `self` and `cls`."""
     names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"])) + bool(node.args.vararg) + bool(node.args.kwarg)
 
 
 def page() -> str:
-    """What the syntax trees say, as text."""
+    """Return the figures of the syntax trees as text."""
     files = modules()
     lines = {name: path.read_text().count("\n") for name, path in files.items()}
     out = ["package                        files   lines  median  longest"]
@@ -119,27 +119,27 @@ def page() -> str:
         out += [f"  {len(group)}: {' '.join(group)}" for group in found]
 
     importers = Counter(other for others in imports_of(files, everywhere=True).values() for other in others)
-    alone = [name for name in files if importers[name] == 1 and files[name].name != "__init__.py"]
-    out.append(f"\nmodules with one importer: {len(alone)}, of them under 60 lines: ")
-    out[-1] += ", ".join(f"{name} ({lines[name]})" for name in alone if lines[name] < 60) or "none"
+    single = [name for name in files if importers[name] == 1 and files[name].name != "__init__.py"]
+    out.append(f"\nmodules with one importer: {len(single)}, those under 60 lines: ")
+    out[-1] += ", ".join(f"{name} ({lines[name]})" for name in single if lines[name] < 60) or "none"
     wide = [
         (parameters(node), f"{name}.{node.name}")
         for name, path in files.items()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MOST_PARAMETERS
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MAX_PARAMETERS
     ]
-    out.append(f"functions of more than {MOST_PARAMETERS} parameters: {len(wide)}; the most:")
+    out.append(f"functions with more than {MAX_PARAMETERS} parameters: {len(wide)}; the largest numbers:")
     out += [f"  {count} {name}" for count, name in sorted(wide, reverse=True)[:8]]
     return "\n".join(out)
 
 
 def main() -> None:
-    """Prints the page."""
+    """Print the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--no-trace", action="store_true", help="run nothing; only read the source")
-    asked = parser.parse_args()
+    parser.add_argument("--no-trace", action="store_true", help="read only the source and run no trace")
+    arguments = parser.parse_args()
     print(page())
-    if not asked.no_trace:
+    if not arguments.no_trace:
         print("\npaths through the product (tools/traces.py)", flush=True)
         subprocess.run([sys.executable, str(ROOT / "tools" / "traces.py")], check=True)
 

@@ -1,4 +1,4 @@
-"""Pictures of the page with the demo's arm at work: ``python tools/screenshots.py FOLDER`` at the repository's root."""
+"""Take screenshots of the dashboard during the demo: ``python tools/screenshots.py FOLDER`` in the root folder."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
 CHROMIUM = "/usr/bin/chromium"
-POLICY = "robojax/sim/policy"  # as a person would write it: it is in the pictures
+POLICY = "robojax/sim/policy"  # A relative path, because the screenshots show it.
 DESK, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 740}
 BLIND = "arm-2"
 
 
 @asynccontextmanager
 async def playing(running: Demo, request: DemoRequest) -> AsyncIterator[None]:
-    """The demo's arm picks up cubes meanwhile."""
+    """Let the arm of the demo pick up cubes."""
 
     async def watch() -> None:
         async for _ in running.views(request, seed=5000, episodes=0):
@@ -41,7 +41,7 @@ async def playing(running: Demo, request: DemoRequest) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def blind_arm(url: str, http: aiohttp.ClientSession) -> AsyncIterator[asyncio.Event]:
-    """Another session, whose camera breaks when the event is set."""
+    """Run another session whose camera fails when the yielded event is set."""
     body = {"session_id": BLIND, "policy_path": POLICY, "transport_server_url": url, "camera_names": [CAMERA]}
     async with http.post(f"{url}/sessions", json=body) as answer:
         made = await answer.json()
@@ -52,10 +52,10 @@ async def blind_arm(url: str, http: aiohttp.ClientSession) -> AsyncIterator[asyn
     async with connect_robot(url, rooms, on_command=lambda values, at: None) as robot:
 
         async def live() -> None:
-            picture = np.full((96, 96, 3), 90, np.uint8)
+            image = np.full((96, 96, 3), 90, np.uint8)
             while True:
                 if not broken.is_set():
-                    robot.show(CAMERA, picture)
+                    robot.show(CAMERA, image)
                 robot.send_joints(dict.fromkeys(JOINTS, 0.0))
                 await asyncio.sleep(0.04)
 

@@ -1,4 +1,4 @@
-"""Pages of the reference that are made of classes: all settings, and all fields of a session.
+"""Generate the reference pages of all settings and of all fields of a session from their classes.
 
 Run `python -m tools.settings_page > docs/reference/settings.md` and
 `python -m tools.settings_page --session-fields > docs/reference/session_fields.md`.
@@ -24,17 +24,18 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Of `robojax serve`. A flag wins over the environment, that over a TOML file, that over the default.",
-        f"The file is the one that `--config` or `{FILE_VARIABLE}` names, else `{FILE}` in the folder that the server",
-        "is started in. Its keys are the names of the flags with `_` for `-`: `frame_age_limit = 0.5`. A list is",
-        "`A,B` in a flag and an array in the file; JSON is a table there.",
+        "These are the settings of `robojax serve`. A flag overrides the environment, the environment overrides a TOML",
+        f"file, and the file overrides the default. `--config` or `{FILE_VARIABLE}` names the file. Without them, the",
+        f"server reads `{FILE}` in the folder in which it starts. The keys of the file are the names of the flags with",
+        "`_` for `-`: `frame_age_limit = 0.5`. A list is `A,B` in a flag and an array in the file. A JSON object in a",
+        "flag is a table in the file.",
         "",
-        f"`robojax serve --help` shows the {common} in bold, `--help-all` all {len(FIELDS)}.",
+        f"`robojax serve --help` shows the {common} settings in bold, and `--help-all` shows all {len(FIELDS)}.",
         "",
-        "<!-- Made of the classes: python -m tools.settings_page > docs/reference/settings.md -->",
+        "<!-- Generated from the classes: python -m tools.settings_page > docs/reference/settings.md -->",
     ]
     for group in GROUPS.values():
-        lines += ["", f"## {group.__doc__}", "", "| Flag | Variable | Default | What it does |", "|---|---|---|---|"]
+        lines += ["", f"## {group.__doc__}", "", "| Flag | Variable | Default | Meaning |", "|---|---|---|---|"]
         lines += [_row(name, field) for name, field in group.model_fields.items()]
     return "\n".join(lines) + "\n"
 
@@ -59,14 +60,14 @@ def session_fields_page() -> str:
     lines = [
         "# Fields of a session",
         "",
-        "`POST /sessions` takes these fields. `POST /policies/check` takes the same ones and requires only",
-        "`policy_path`. `PATCH /sessions/{session_id}` changes the fields that have *yes* in its column, while the",
-        "robot moves; null goes back to the default. An unknown field is refused (422) with the nearest known name.",
-        "The settings of a server may have narrower bounds (`max_rate`, `max_cameras`).",
+        "`POST /sessions` accepts these fields. `POST /policies/check` accepts the same fields and requires only",
+        "`policy_path`. `PATCH /sessions/{session_id}` changes the fields with *yes* in its column while the robot",
+        "moves; null restores the default. An unknown field is refused (422) with the nearest known name. The settings",
+        "of a server may have narrower bounds (`max_rate`, `max_cameras`).",
         "",
         "A name has 1 to 64 letters, digits, `_`, `.` or `-`, and not only dots.",
         "",
-        "<!-- Made of the class: python -m tools.settings_page --session-fields > docs/reference/session_fields.md -->",
+        "<!-- Generated: python -m tools.settings_page --session-fields > docs/reference/session_fields.md -->",
         "",
         "| Field | Type | Bounds | Default | PATCH | Meaning |",
         "|---|---|---|---|---|---|",
@@ -112,7 +113,7 @@ def _describe_bounds(schema: Mapping[str, Any]) -> str:
     if "minLength" in schema:
         bounds = [f"{schema['minLength']} to {schema['maxLength']} characters"]
     if schema.get("uniqueItems"):
-        bounds.append("each once")
+        bounds.append("without duplicates")
     if schema["type"] in ("array", "object"):
         inner = schema["items"] if schema["type"] == "array" else _values_of(schema)
         bounds += [f"each {text}" for text in filter(None, [_describe_bounds(inner)])]

@@ -1,4 +1,4 @@
-"""What transformers' CLIP makes of texts: a tiny vocabulary, tokens of texts, and two text towers of random weights."""
+"""Record golden data of transformers' CLIP: a tiny vocabulary, tokens of texts, and two random text towers."""
 
 import json
 import tempfile
@@ -43,10 +43,10 @@ def main() -> None:
         fast = CLIPTokenizerFast(str(vocabulary), str(merges))
     (HERE / "tokenizer.json").write_text(fast.backend_tokenizer.to_str())
     options = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
-    said, plain = fast(TEXTS, **options), slow(TEXTS, **options)
-    cases = {"ids": said["input_ids"].numpy(), "mask": said["attention_mask"].numpy()}
-    for text, one, other in zip(TEXTS, cases["ids"], plain["input_ids"].numpy(), strict=True):
-        print("slow and fast agree" if (one == other).all() else "slow and fast differ", repr(text[:40]))
+    encoded, plain = fast(TEXTS, **options), slow(TEXTS, **options)
+    cases = {"ids": encoded["input_ids"].numpy(), "mask": encoded["attention_mask"].numpy()}
+    for text, fast_ids, slow_ids in zip(TEXTS, cases["ids"], plain["input_ids"].numpy(), strict=True):
+        print("slow and fast agree" if (fast_ids == slow_ids).all() else "slow and fast differ", repr(text[:40]))
     for name, fields in TOWERS.items():
         torch.manual_seed(len(name) + fields["num_hidden_layers"])
         config = CLIPTextConfig(
@@ -65,7 +65,7 @@ def main() -> None:
         with torch.no_grad():
             for weight in tower.parameters():
                 weight.copy_(0.3 * torch.randn_like(weight) + (1.0 if weight.ndim == 1 else 0.0))
-            answer = tower(input_ids=said["input_ids"], attention_mask=said["attention_mask"])
+            answer = tower(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"])
         tower.save_pretrained(HERE / name)
         cases[f"{name}.last_hidden_state"] = answer.last_hidden_state.numpy()
     np.savez_compressed(HERE / "cases.npz", **cases)

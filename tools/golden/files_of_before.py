@@ -1,4 +1,4 @@
-"""Makes a file of each kind that robojax writes: ``python files_of_before.py FOLDER`` in a checkout of its version."""
+"""Write a file of each kind that robojax writes: ``python files_of_before.py FOLDER`` in a checkout of the version."""
 
 import json
 import os
@@ -36,10 +36,10 @@ def call(url: str, method: str, path: str, body: object = None, key: str = "") -
 
 
 def make_state(folder: Path) -> None:
-    """A state folder of a server that was killed, with sessions, latches, deployments, an event, and keys."""
+    """Make the state folder of a killed server with sessions, latches, deployments, an event and keys."""
     keys = folder / "keys.json"
-    told = robojax("token", "new", "--role", "operator", "--name", "ann", "--keys-file", str(keys), "--json")
-    key = json.loads(told.stdout)["key"]
+    process = robojax("token", "new", "--role", "operator", "--name", "ann", "--keys-file", str(keys), "--json")
+    key = json.loads(process.stdout)["key"]
     (folder / "key.txt").write_text(key + "\n")
     state, port = folder / "state", "18765"
     url = f"http://127.0.0.1:{port}"
@@ -67,8 +67,8 @@ def make_state(folder: Path) -> None:
             if isinstance(error, urllib.error.HTTPError) or server.poll() is not None:
                 raise
             time.sleep(0.2)
-    for name, where in (("arm", url), ("latched", "direct"), ("deleted", "direct"), ("direct", "direct")):
-        body = {"session_id": name, "policy_path": POLICY, "transport_server_url": where, "camera_names": ["front"]}
+    for name, rooms_url in (("arm", url), ("latched", "direct"), ("deleted", "direct"), ("direct", "direct")):
+        body = {"session_id": name, "policy_path": POLICY, "transport_server_url": rooms_url, "camera_names": ["front"]}
         call(url, "POST", "/sessions", {**body, "rate": 25.0}, key)
     for name in ("latched", "deleted"):
         call(url, "POST", f"/sessions/{name}/emergency_stop", {"reason": f"of {name}"}, key)
@@ -78,7 +78,7 @@ def make_state(folder: Path) -> None:
     robojax(
         "webhooks", "send", f"{url}/webhooks/policies", "--repo", "lab/act", "--secret-file", str(folder / "secret.txt")
     )
-    time.sleep(2.0)  # figures of loading are written now and then
+    time.sleep(2.0)  # The server writes load durations periodically.
     server.kill()
     server.wait()
 

@@ -1,4 +1,4 @@
-"""Records what torchvision makes of a few small pictures: ``python tools/golden/image_transforms.py``."""
+"""Record torchvision's transforms of small images: ``python tools/golden/image_transforms.py``."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ DEGREES, ACROSS, DOWN = (-5.0, 0.0, 20.0), (0.1, 0.0, -0.05), (0.0, 0.1, 0.2)
 def main() -> None:
     random = np.random.default_rng(0)
     pictures = random.random((3, 12, 20, 3)).astype(np.float32)
-    pictures[0, :4] = 0.25  # a picture has grey areas, too
+    pictures[0, :4] = 0.25  # Include a gray area.
     found = {"pictures": pictures}
     channels_first = torch.from_numpy(pictures).permute(0, 3, 1, 2)
     for name, numbers in NUMBERS.items():
         made = [ADJUST[name](x, number) for x, number in zip(channels_first, numbers, strict=True)]
         found[name] = torch.stack(made).permute(0, 2, 3, 1).numpy()
         found[f"{name}.numbers"] = np.float32(numbers)
-    # As RandomAffine draws them: shifts are whole pixels.
+    # RandomAffine draws shifts in whole pixels.
     shifts = [[round(x * 20), round(y * 12)] for x, y in zip(ACROSS, DOWN, strict=True)]
     turned = [
         functional.affine(x, angle, shift, 1.0, [0.0, 0.0])

@@ -1,4 +1,4 @@
-"""Makes kubernetes.json out of the PyPI package kubernetes-validate 1.37.0: the schemas that deploy/kubernetes needs.
+"""Write kubernetes.json with the schemas of deploy/kubernetes from the PyPI package kubernetes-validate 1.37.0.
 
 pip install kubernetes-validate==1.37.0
 python tools/golden/kubernetes.py
@@ -20,11 +20,11 @@ KINDS = (
     "core.v1.Service",
     "networking.v1.NetworkPolicy",
 )
-SPARE = ("description", "default", "format")
+IGNORED = ("description", "default", "format")
 
 
 def lean(schema: Any) -> Any:
-    """Without what says nothing to a validator; of properties that are called so, nothing is taken."""
+    """Remove keywords that a validator ignores, but keep properties with the same names."""
     if isinstance(schema, list):
         return [lean(part) for part in schema]
     if not isinstance(schema, dict):
@@ -32,12 +32,12 @@ def lean(schema: Any) -> Any:
     return {
         key: {name: lean(part) for name, part in value.items()} if key == "properties" else lean(value)
         for key, value in schema.items()
-        if key not in SPARE and not key.startswith("x-kubernetes")
+        if key not in IGNORED and not key.startswith("x-kubernetes")
     }
 
 
 def needed(schema: Any) -> set[str]:
-    """Names of the definitions that a schema speaks of."""
+    """Return the names of the definitions to which a schema refers."""
     if isinstance(schema, list):
         return set().union(*map(needed, schema))
     if not isinstance(schema, dict):
@@ -47,13 +47,13 @@ def needed(schema: Any) -> set[str]:
 
 
 def main() -> None:
-    """Write it beside this file."""
+    """Write the file to the folder of golden data."""
     folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{VERSION}.0-local-strict"
-    there = json.loads((folder / "_definitions.json").read_text())["$defs"]
+    definitions = json.loads((folder / "_definitions.json").read_text())["$defs"]
     found: dict[str, Any] = {}
     missing = {f"io.k8s.api.{kind}" for kind in KINDS}
     while missing:
-        found |= {name: lean(there[name]) for name in missing}
+        found |= {name: lean(definitions[name]) for name in missing}
         missing = needed(list(found.values())) - set(found)
     text = json.dumps({"$id": "kubernetes", "$defs": dict(sorted(found.items()))}, separators=(",", ":"))
     text = text.replace("/api/_definitions.json#", "#").replace(',"io.k8s.', ',\n"io.k8s.')

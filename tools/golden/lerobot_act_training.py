@@ -1,6 +1,6 @@
-"""What lerobot's ACT does in 100 steps of its training; run with lerobot it writes the golden files.
+"""Record 100 training steps of lerobot's ACT as golden files. The script needs lerobot.
 
-``python tools/golden/lerobot_act_training.py [FOLDER [SEED]]`` writes them elsewhere, with other weights and batches.
+``python tools/golden/lerobot_act_training.py [FOLDER [SEED]]`` changes the folder, and the weights and batches.
 """
 
 import json
@@ -22,10 +22,17 @@ from lerobot.scripts.lerobot_train import update_policy
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "lerobot_act_training"
 BATCH, BATCHES, STEPS = 4, 5, 100
 CHUNK, STATE, ENVIRONMENT, ACTION, SIDE = 8, 6, 4, 5, 32
-WHOLE = 1024  # numbers; of a larger tensor its norm and ENTRIES of its numbers, evenly spaced, are recorded
+WHOLE = 1024  # Largest tensor that is recorded completely. A larger one has its norm and ENTRIES evenly spaced numbers.
 ENTRIES = 64
-CASES = {"vae": (False, True), "no_vae": (False, False), "camera_and_vae": (True, True)}  # camera, VAE
-RATES = {"preset": (1e-5, 1e-5), "fast": (1e-3, 1e-4)}  # of the backbone second; the preset is LeRobot's own
+CASES = {
+    "vae": (False, True),
+    "no_vae": (False, False),
+    "camera_and_vae": (True, True),
+}  # Whether the policy has a camera and a VAE.
+RATES = {
+    "preset": (1e-5, 1e-5),
+    "fast": (1e-3, 1e-4),
+}  # Learning rates of the policy and of the backbone. "preset" has LeRobot's values.
 
 
 def make_policy(has_camera: bool, use_vae: bool, rates: tuple[float, float]) -> ACTPolicy:
@@ -57,7 +64,7 @@ def make_policy(has_camera: bool, use_vae: bool, rates: tuple[float, float]) -> 
 
 
 def seeded(policy: ACTPolicy, seed: int) -> dict[str, list]:
-    """Gives the policy weights by the rule of ../lerobot_act/README.md; names and shapes of those it draws."""
+    """Set weights by the rule of ../lerobot_act/README.md; return the names and shapes of the drawn weights."""
     fixed = create_sinusoidal_pos_embedding(CHUNK + 2, policy.config.dim_model)[None]
     weights, keys = {}, {}
     for name, tensor in policy.state_dict().items():
@@ -80,7 +87,7 @@ def seeded(policy: ACTPolicy, seed: int) -> dict[str, list]:
 
 
 def draw_batches(has_camera: bool, seed: int) -> dict[str, np.ndarray]:
-    """Normalised observations and actions; the last steps of some chunks lie past their episode's end."""
+    """Draw normalised observations and actions. The last steps of some chunks are after the end of the episode."""
     draw = np.random.default_rng(seed)
     arrays = {
         "state": draw.normal(size=(BATCHES, BATCH, STATE)),
@@ -97,17 +104,17 @@ def draw_batches(has_camera: bool, seed: int) -> dict[str, np.ndarray]:
 
 
 def batch_of(arrays: dict[str, np.ndarray], number: int) -> dict[str, torch.Tensor]:
-    place = number % BATCHES
+    index = number % BATCHES
     batch = {
-        "observation.state": torch.from_numpy(arrays["state"][place]),
-        "action": torch.from_numpy(arrays["actions"][place]),
-        "action_is_pad": torch.from_numpy(arrays["is_pad"][place]),
+        "observation.state": torch.from_numpy(arrays["state"][index]),
+        "action": torch.from_numpy(arrays["actions"][index]),
+        "action_is_pad": torch.from_numpy(arrays["is_pad"][index]),
     }
     if "frames" in arrays:
-        images = torch.from_numpy(arrays["frames"][place]).permute(0, 3, 1, 2).contiguous()
+        images = torch.from_numpy(arrays["frames"][index]).permute(0, 3, 1, 2).contiguous()
         batch["observation.images.front"] = images.float() / 127.5 - 1
     else:
-        batch["observation.environment_state"] = torch.from_numpy(arrays["environment_state"][place])
+        batch["observation.environment_state"] = torch.from_numpy(arrays["environment_state"][index])
     return batch
 
 
@@ -118,8 +125,8 @@ def compact(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarr
         if values.size <= WHOLE:
             found[f"{prefix}.{name}"] = values
         else:
-            places = np.linspace(0, values.size - 1, ENTRIES).astype(int)
-            found[f"{prefix}.{name}"] = values.reshape(-1)[places]
+            indices = np.linspace(0, values.size - 1, ENTRIES).astype(int)
+            found[f"{prefix}.{name}"] = values.reshape(-1)[indices]
             found[f"{prefix}_norm.{name}"] = np.float64(np.linalg.norm(values.astype(np.float64)))
     return found
 

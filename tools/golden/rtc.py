@@ -1,4 +1,4 @@
-"""What lerobot's real-time chunking does to a small denoiser; it writes tests/golden/rtc."""
+"""Record lerobot's real-time chunking of a small denoiser in tests/golden/rtc."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from lerobot.policies.rtc.modeling_rtc import RTCProcessor
 BATCH, CHUNK, ACTION = 2, 8, 3
 MASKS = [(0, 8, 8), (2, 6, 8), (3, 8, 8), (5, 5, 8), (6, 4, 8), (0, 0, 8), (4, 10, 16), (1, 16, 16)]
 CASES = [
-    # steps, delay, length (lerobot's execution_horizon), bound, whether the gradient reaches the denoiser
+    # Columns: steps, delay, length (lerobot's execution_horizon), bound, whether the gradient reaches the denoiser.
     (5, 2, 6, 5.0, True),
     (5, 2, 6, 5.0, False),
     (10, 4, 7, 10.0, True),
@@ -33,7 +33,7 @@ def main() -> None:
     time_mix, joint_mix = (torch.from_numpy(arrays[name]) for name in ("across_time", "across_joints"))
 
     def denoiser(x: torch.Tensor, sigma: float, *, connected: bool) -> torch.Tensor:
-        if connected:  # lerobot 0.4.4 asks for x's gradient only after this call, when it is too late
+        if connected:  # lerobot 0.4.4 enables the gradient of x only after this call, which is too late.
             x.requires_grad_(True)
         return torch.tanh(torch.einsum("st,bta->bsa", time_mix, x) @ joint_mix + sigma) - 0.3 * x
 
@@ -44,7 +44,7 @@ def main() -> None:
         config = RTCConfig(enabled=True, prefix_attention_schedule=RTCAttentionSchedule.EXP, max_guidance_weight=bound)
         processor = RTCProcessor(config)
         x = torch.from_numpy(arrays["noise"])
-        for step in range(steps):  # as in lerobot's pi0: time falls from 1 in equal steps
+        for step in range(steps):  # The time decreases from 1 in equal steps, as in lerobot's pi0.
             sigma = torch.tensor(1 - step / steps)
             velocity = processor.denoise_step(
                 x_t=x,

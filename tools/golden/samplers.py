@@ -1,4 +1,4 @@
-"""What diffusers' schedulers do with given noise; it writes tests/golden/samplers."""
+"""Record the steps of diffusers' schedulers with fixed noise in tests/golden/samplers."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ import torch
 from diffusers import schedulers
 
 SHAPE = (2, 3, 4)
-TOKENS, CLASSES = 10, 7  # the masked class included
+TOKENS, CLASSES = 10, 7  # The masked class is included.
 TRAINED = {"num_train_timesteps": 100}
 ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 DIFFUSION: dict[str, tuple[str, int, float, dict[str, Any]]] = {
-    # name: scheduler, steps, eta, fields
+    # Each value is (scheduler, steps, eta, fields).
     "ddim_defaults": ("DDIM", 6, 0.0, {}),
     "ddim_stable_diffusion": (
         "DDIM",
@@ -48,7 +48,7 @@ DIFFUSION: dict[str, tuple[str, int, float, dict[str, Any]]] = {
     "ddpm_sample_trailing": ("DDPM", 6, 0.0, {**TRAINED, "prediction_type": "sample", **ZERO}),
 }
 FLOWS: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
-    # name: scheduler, steps, uniform sigmas, fields
+    # Each value is (scheduler, steps, uniform sigmas, fields).
     "euler_defaults": ("Euler", 6, False, {}),
     "euler_shifted": ("Euler", 5, False, {"shift": 3.0}),
     "euler_uniform": ("Euler", 10, True, {}),
@@ -59,7 +59,7 @@ FLOWS: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "heun_one_step": ("Heun", 1, False, {}),
 }
 MASKED: dict[str, tuple[int, Any, int, str]] = {
-    # name: steps, temperature, known tokens of the first element, masking
+    # Each value is (steps, temperature, known tokens of the first element, masking).
     "amused_defaults": (8, (2, 0), 0, "cosine"),
     "amused_linear": (5, (1.5, 0.5), 0, "linear"),
     "amused_greedy": (12, (0, 0), 0, "cosine"),
@@ -68,7 +68,7 @@ MASKED: dict[str, tuple[int, Any, int, str]] = {
 
 
 def record() -> dict[str, dict[str, Any]]:
-    """Every case by name: its fields, what went in, and what came out."""
+    """Return the fields, inputs and outputs of every case by name."""
     cases: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(DIFFUSION.items()):
         cases[name] = diffusion(np.random.default_rng(number), *case)
@@ -90,7 +90,7 @@ def diffusion(rng: np.random.Generator, kind: str, steps: int, eta: float, field
         x = [normal(rng, *SHAPE)]
         for k, t in enumerate(scheduler.timesteps):
             if kind == "DDPM" and t == 0:
-                next(draws)  # diffusers draws none there
+                next(draws)  # diffusers draws no noise at the last step.
             options = {} if kind == "DDPM" else {"eta": eta, "variance_noise": torch.tensor(noise[k])}
             after = scheduler.step(torch.tensor(predictions[k]), t, torch.tensor(x[-1]), **options).prev_sample
             x.append(after.numpy())
@@ -168,14 +168,14 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 @contextmanager
 def archive(path: Path) -> Iterator[dict[str, np.ndarray]]:
-    """Arrays to be written to a compressed file."""
+    """Yield a dictionary whose arrays are written to a compressed file."""
     arrays: dict[str, np.ndarray] = {}
     yield arrays
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def write(folder: Path) -> None:
-    """Arrays of all cases to ``cases.npz`` under ``{case}/{name}``, their fields and numbers to ``cases.json``."""
+    """Write arrays to ``cases.npz`` as ``{case}/{name}``, and fields and numbers to ``cases.json``."""
     numbers: dict[str, dict[str, Any]] = {}
     with archive(folder / "cases.npz") as arrays:
         for case, values in record().items():

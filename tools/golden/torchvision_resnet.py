@@ -1,4 +1,4 @@
-"""The last feature map of torchvision's ResNets with weights from a rule; it writes tests/golden/torchvision_resnet."""
+"""Record the last feature map of torchvision's ResNets with generated weights in tests/golden/torchvision_resnet."""
 
 import json
 import zlib
@@ -13,7 +13,7 @@ NAMES = ("resnet18", "resnet50")
 
 
 def seeded(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The rule of ../lerobot_act/README.md."""
+    """Draw a tensor by the rule of ../lerobot_act/README.md."""
     generator = np.random.default_rng([SEED, zlib.crc32(name.encode())])
     if name.endswith("num_batches_tracked"):
         return np.zeros(shape, np.int64)
@@ -32,7 +32,7 @@ def main() -> None:
         model = getattr(torchvision.models, name)(weights=None).eval()
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         model.load_state_dict({key: torch.from_numpy(seeded(key, shape)) for key, shape in shapes.items()})
-        layers = torch.nn.Sequential(*list(model.children())[:-2])  # all but the pooling and the classifier
+        layers = torch.nn.Sequential(*list(model.children())[:-2])  # Without the pooling and the classifier.
         with torch.no_grad():
             arrays[name] = layers(torch.from_numpy(image).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
         keys[name] = {key: list(shape) for key, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""The server with keys in a file, and the rooms beside it."""
+"""Fixtures: a server whose keys are in a file, with an optional rooms server."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -17,9 +17,9 @@ KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root"
 @pytest.fixture
 def serve(tmp_path: Path) -> Serve:
     def start(names: Any = KEYS, real_rooms: bool = False, **settings: Any) -> AbstractAsyncContextManager[Server]:
-        kept = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)} | settings
+        options = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)} | settings
         rooms = REAL if real_rooms else None
-        return started(transport=rooms, roles={name: KEYS[name] for name in names}, **kept)
+        return started(transport=rooms, roles={name: KEYS[name] for name in names}, **options)
 
     return start
 

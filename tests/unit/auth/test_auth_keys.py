@@ -17,7 +17,7 @@ def file(tmp_path):
     return KeyFile(tmp_path / "state" / "keys.json")
 
 
-def test_a_key_is_kept_as_a_hash_that_only_its_owner_can_read(file):
+def test_a_key_is_stored_as_a_hash_in_a_private_file(file):
     text = file.create("alice", Role.OPERATOR, "alice", NOW)
     assert text.startswith("rjk_")
     assert len(text) == 47  # 256 bits in base64
@@ -29,12 +29,12 @@ def test_a_key_is_kept_as_a_hash_that_only_its_owner_can_read(file):
 
 
 @pytest.mark.parametrize("sent", ["", "rjk_", "rjk_" + "a" * 43, "rjk_é", "rjk_" + "a" * 10_000, "\0", "rjk_x\n"])
-def test_another_key_is_nobodys(file, sent):
+def test_an_unknown_key_is_not_found(file, sent):
     file.create("alice", Role.OPERATOR, "alice", NOW)
     assert file.find(sent) is None
 
 
-def test_keys_of_another_process_count_at_once_and_revoked_ones_no_more(file):
+def test_changes_by_another_process_apply_immediately(file):
     other = KeyFile(file.path)
     assert other.read_keys() == ()
     first = file.create("a", Role.VIEWER, "a", NOW)
@@ -47,7 +47,7 @@ def test_keys_of_another_process_count_at_once_and_revoked_ones_no_more(file):
     assert other.find(second)
 
 
-def test_a_key_ends_on_its_day_and_only_existing_keys_are_revoked(file):
+def test_a_key_expires_and_revoking_an_unknown_key_is_refused(file):
     file.create("a", Role.VIEWER, "a", NOW, days=2)
     (key,) = file.read_keys()
     assert not key.is_expired(NOW + 2 * 86400 - 1)
@@ -59,7 +59,7 @@ def test_a_key_ends_on_its_day_and_only_existing_keys_are_revoked(file):
 @pytest.mark.parametrize(
     ("name", "days"), [("a", None), ("", 1), ("../x", 1), ("b", 0), ("b", float("nan")), ("..", 1)]
 )
-def test_a_name_that_is_taken_or_odd_is_refused(file, name, days):
+def test_a_taken_or_invalid_name_or_expiry_is_refused(file, name, days):
     file.create("a", Role.VIEWER, "a", NOW)
     with pytest.raises(KeyRefused):
         file.create(name, Role.VIEWER, "a", NOW, days)
@@ -77,7 +77,7 @@ def test_a_name_that_is_taken_or_odd_is_refused(file, name, days):
         lambda entry: entry.pop("owner"),
     ],
 )
-def test_a_file_that_makes_no_sense_lets_nobody_in(file, change):
+def test_a_key_file_with_an_invalid_entry_admits_no_key(file, change):
     text = file.create("a", Role.VIEWER, "a", NOW)
     content = json.loads(file.path.read_text())
     change(content["keys"][0])
@@ -87,11 +87,11 @@ def test_a_file_that_makes_no_sense_lets_nobody_in(file, change):
             call()
 
 
-@pytest.mark.parametrize(("mode", "is_fine"), [(0o600, True), (0o644, True), (0o620, False), (0o602, False)])
-def test_a_file_that_others_may_change_is_refused_with_what_to_do(file, mode, is_fine):
+@pytest.mark.parametrize(("mode", "is_accepted"), [(0o600, True), (0o644, True), (0o620, False), (0o602, False)])
+def test_a_file_that_others_can_write_is_refused_with_a_remedy(file, mode, is_accepted):
     file.create("a", Role.VIEWER, "a", NOW)
     file.path.chmod(mode)
-    if is_fine:
+    if is_accepted:
         assert file.read_keys()
     else:
         with pytest.raises(FileUnusable, match="chmod 600"):
@@ -104,18 +104,18 @@ def test_a_file_that_others_may_change_is_refused_with_what_to_do(file, mode, is
         lambda path: os.mkfifo(path, 0o600),
         lambda path: path.mkdir(mode=0o700),
         lambda path: path.symlink_to("/dev/zero"),
-        lambda path: (path.touch(0o600), os.truncate(path, 6 << 30)),  # of which nothing is on the disk
+        lambda path: (path.touch(0o600), os.truncate(path, 6 << 30)),  # A sparse file.
     ],
     ids=["pipe", "folder", "device", "large"],
 )
-def test_what_is_no_file_of_keys_is_refused_without_waiting_for_it(file, make):
+def test_a_pipe_folder_device_or_large_file_is_refused_at_once(file, make):
     file.path.parent.mkdir()
     make(file.path)
     with pytest.raises(FileUnusable, match=r"keys\.json"):
         file.read_keys()
 
 
-def test_commands_at_the_same_time_lose_no_key(file):
+def test_concurrent_commands_lose_no_key(file):
     names = [f"key-{number}" for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda name: KeyFile(file.path).create(name, Role.VIEWER, name, NOW), names))

@@ -1,4 +1,4 @@
-"""Rooms of a server with keys: whose they are, who may join them, and how the session and the robot get in."""
+"""Rooms of a server with keys: owners, permissions to join, and the keys of sessions and robots."""
 
 import time
 from contextlib import asynccontextmanager
@@ -22,8 +22,8 @@ from tests.testing.rooms_server import serve_transport
 from tests.testing.waiting import until
 
 
-class Deaf:
-    """An inbox that keeps nothing."""
+class NullInbox:
+    """Inbox that ignores its input."""
 
     def on_frame(self, *arguments): ...
 
@@ -32,7 +32,7 @@ class Deaf:
 
 @asynccontextmanager
 async def joined(server, path, by=None, role="consumer", who="x", **more):
-    """The first message of a socket, or the status of a refused handshake."""
+    """Yield the type of the first message and the socket, or the status of a refused handshake and None."""
     headers = {"x-api-key": server.keys[by]} if by else {}
     try:
         async with server.http.ws_connect(f"{path}/ws", headers=headers, **more) as socket:
@@ -49,7 +49,7 @@ async def join(server, path, by=None, role="consumer", **more):
         return found
 
 
-async def test_session_with_keys_works_and_its_rooms_are_its_owners(serve):
+async def test_a_session_and_its_rooms_belong_to_the_owner_of_the_key(serve):
     async with serve(real_rooms=True) as server:
         status, made = await server.create("arm", "alice", camera_names=["front"], transport_server_url=server.url)
         assert status == 200, made
@@ -76,7 +76,7 @@ async def test_session_with_keys_works_and_its_rooms_are_its_owners(serve):
         command = {"joints": [{"name": "a", "value": 1}]}
         assert (await server.call("POST", f"{out}/command", "bob", json=command))[0] == 404
         assert (await server.call("POST", base, "bob", json={"room_id": rooms.joint_output}))[0] == 409
-        signal = {"client_id": "anybody", "message": {"type": "offer", "sdp": "x", "target_consumer": "y"}}
+        signal = {"client_id": "unknown", "message": {"type": "offer", "sdp": "x", "target_consumer": "y"}}
         assert (await server.call("POST", f"{front}/webrtc/signal", "bob", json=signal))[0] == 400
         for name in ("alice", "root"):
             assert (await server.call("GET", base, name))[1]["total"] == 2
@@ -85,19 +85,19 @@ async def test_session_with_keys_works_and_its_rooms_are_its_owners(serve):
         assert (await server.call("GET", base, "root"))[1]["total"] == 0
 
 
-async def test_a_session_does_not_go_into_a_room_that_a_stranger_made_before(serve):
+async def test_a_session_refuses_a_room_of_another_owner(serve):
     async with serve(real_rooms=True) as server:
         base = "/robotics/workspaces/lab/rooms"
         assert (await server.call("POST", base, "bob", json={"room_id": "arm-joint-output"}))[0] == 200
-        status, told = await server.create(
+        status, body = await server.create(
             "arm", "alice", workspace_id="lab", camera_names=["front"], transport_server_url=server.url
         )
-        assert status == 502, told
-        assert "has another owner" in told["detail"]
+        assert status == 502, body
+        assert "has another owner" in body["detail"]
         assert (await server.call("GET", base, "root"))[1]["total"] == 1
 
 
-async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server):
+async def test_viewers_only_read_and_operators_use_only_their_client_ids(server):
     server.keys["wall"] = server.file.create("wall", Role.VIEWER, "alice", time.time())
     server.keys["arm-1"] = server.file.create("arm-1", Role.OPERATOR, "alice", time.time())
     base, room = "/video/workspaces/w/rooms", "/video/workspaces/w/rooms/cam"
@@ -112,13 +112,13 @@ async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server)
         assert found == "joined"
         assert (await server.call("POST", f"{room}/webrtc/signal", "arm-1", json=offer))[0] == 200
         assert (await server.call("POST", f"{room}/webrtc/signal", "wall", json=offer))[0] == 403
-    _, told = await server.call("POST", "/tickets", "wall")
-    ticket = {"ticket": told["ticket"]}
+    _, body = await server.call("POST", "/tickets", "wall")
+    ticket = {"ticket": body["ticket"]}
     assert (await join(server, room, params=ticket), await join(server, room, params=ticket)) == ("joined", 401)
     assert (await server.call("GET", "/video/health"))[0] == 200
 
 
-async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
+async def test_a_revoked_key_closes_its_socket(server, monkeypatch):
     monkeypatch.setattr(websocket, "KEY_CHECK_INTERVAL", 0.01)
     await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
     async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
@@ -128,7 +128,7 @@ async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
         assert (frame.type, socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1008)
 
 
-async def test_a_robot_whose_key_vanished_stays_stopped(serve, monkeypatch):
+async def test_a_robot_without_a_valid_key_stays_stopped(serve, monkeypatch):
     monkeypatch.setattr(websocket, "KEY_CHECK_INTERVAL", 0.01)
     async with serve(real_rooms=True) as server:
         _, made = await server.create("arm", "alice", camera_names=["front"], transport_server_url=server.url)
@@ -148,7 +148,7 @@ async def test_a_robot_whose_key_vanished_stays_stopped(serve, monkeypatch):
             assert (await server.call("POST", "/sessions/arm/start", "alice"))[0] == 409
             found = await status()
             assert (found["status"], "no longer accepted" in found["stats"]["emergency_stop"]) == ("stopped", True)
-        # A viewer, and an operator that only looks on, stop nothing when their keys vanish.
+        # Revoking the key of a client that only watches stops no robot.
         assert (await server.call("POST", "/debug/sessions/arm/reset", "alice"))[0] == 200
         path = f"/robotics/workspaces/{rooms.workspace_id}/rooms/{rooms.joint_output}"
         server.keys["watching"] = server.file.create("watching", Role.OPERATOR, "alice", time.time())
@@ -160,7 +160,7 @@ async def test_a_robot_whose_key_vanished_stays_stopped(serve, monkeypatch):
             assert (await status())["stats"]["emergency_stop"] is None
 
 
-async def test_the_rooms_server_alone_has_keys_too(tmp_path):
+async def test_a_separate_rooms_server_checks_keys(tmp_path):
     file = KeyFile(tmp_path / "keys.json")
     key = file.create("lab", Role.OPERATOR, "lab", time.time())
     listing = tmp_path / "elsewhere"
@@ -176,7 +176,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
 
         def connected(keys=None):
             transport = RoomsTransport(keys=keys)
-            return transport.connect(LinkRequest(url, "s", (), "w", Deaf()))
+            return transport.connect(LinkRequest(url, "s", (), "w", NullInbox()))
 
         with pytest.raises(TransportError, match="transport_key_file"):
             async with connected():
@@ -205,7 +205,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
         (None, "http://127.0.0.1:8001", None),
     ],
 )  # fmt: skip
-def test_the_own_key_goes_to_the_own_address_alone(bound, url, expected):
+def test_the_own_key_is_sent_only_to_the_own_address(bound, url, expected):
     own = OwnKey()
     address, headers = RoomKeys(own, bound).for_address(Address.parse(url), "ann")
     if expected is None:
@@ -216,7 +216,7 @@ def test_the_own_key_goes_to_the_own_address_alone(bound, url, expected):
 
 
 @pytest.mark.parametrize("line", ["rjk_key", "http://a b c", "ftp://a rjk_key", "http://a k\u00e9y"])
-def test_a_file_of_keys_for_other_servers_that_makes_no_sense_is_refused(tmp_path, line):
+def test_an_invalid_line_in_the_transport_key_file_is_refused(tmp_path, line):
     path = tmp_path / "elsewhere"
     path.write_text(f"http://fine rjk_fine\n{line}\n")
     path.chmod(0o600)

@@ -27,7 +27,7 @@ def raw(header, claims=CLAIMS, signature="") -> str:
     return ".".join((*parts, signature))
 
 
-def test_a_signed_token_stands_for_its_subject_until_it_expires():
+def test_a_token_identifies_its_subject_until_it_expires():
     token = TOKENS.sign("ann", Role.OPERATOR, 3600, NOW, owner="lab")
     assert TOKENS.verify(token, NOW).caller == Caller("ann", Role.OPERATOR, "lab")
     assert TOKENS.verify(signed(), NOW).caller == Caller("ann", Role.OPERATOR, "ann")
@@ -38,15 +38,15 @@ def test_a_signed_token_stands_for_its_subject_until_it_expires():
 
 
 ATTACKS = {
-    "nothing": "",
-    "no token": "a.b.c",
+    "empty": "",
+    "not base64": "a.b.c",
     "alg none": raw({"alg": "none", "typ": "JWT"}),
     "alg None": raw({"alg": "None", "typ": "JWT"}),
     "no alg": raw({"typ": "JWT"}),
     "another secret": signed(b"x" * 48),
     "another algorithm": signed(b"0123456789abcdef" * 4, "HS512"),
     "HS384": signed(SECRET, "HS384"),
-    "a key of its own": signed(b"x" * 48, headers={"jwk": {"kty": "oct", "k": "eHh4"}, "kid": "../../dev/null"}),
+    "embedded key": signed(b"x" * 48, headers={"jwk": {"kty": "oct", "k": "eHh4"}, "kid": "../../dev/null"}),
     "unknown crit": signed(headers={"crit": ["exp2"], "exp2": 1}),
     "crit b64": signed(headers={"crit": ["b64"], "b64": True}),
     "no signature": ".".join(signed().split(".")[:2]) + ".",
@@ -64,7 +64,7 @@ ATTACKS = {
     "exp nan": signed(exp=float("nan")),
     "exp true": signed(exp=True),
     "exp huge": signed(exp=10**300),
-    "over": signed(exp=int(NOW)),
+    "expired": signed(exp=int(NOW)),
     "long": signed(exp=int(NOW) + 86402),
     "long from iat": signed(iat=int(NOW) - 86400),
     "iat ahead": signed(iat=int(NOW) + 60, exp=int(NOW) + 120),
@@ -85,12 +85,12 @@ ATTACKS = {
 
 
 # Tokens with a correct signature whose times only the clock refuses.
-CLOCK_REFUSALS = {"over", "iat ahead", "nbf ahead"}
+CLOCK_REFUSALS = {"expired", "iat ahead", "nbf ahead"}
 
 
 @pytest.mark.filterwarnings("ignore::jwt.InsecureKeyLengthWarning")
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_other_token_is_accepted_even_without_a_clock(name):
+def test_invalid_tokens_are_refused_even_without_a_clock(name):
     for now in (NOW,) if name in CLOCK_REFUSALS else (NOW, None):
         with pytest.raises(BadToken) as refused:
             TOKENS.verify(ATTACKS[name], now)
@@ -99,14 +99,14 @@ def test_no_other_token_is_accepted_even_without_a_clock(name):
         assert TOKENS.verify(ATTACKS[name], None).caller == Caller("ann", Role.OPERATOR, "ann")
 
 
-def test_no_token_is_signed_that_would_not_be_let_in():
+def test_a_token_that_would_be_refused_is_not_signed():
     with pytest.raises(BadToken, match="at most 86400 s"):
         TOKENS.sign("ann", Role.ADMIN, 86400 * 2, NOW)
     with pytest.raises(BadToken, match="sub"):
         TOKENS.sign("ann smith", Role.ADMIN, 60, NOW)
 
 
-def test_secret_is_made_once_and_a_new_secret_ends_all_tokens(tmp_path):
+def test_a_changed_secret_invalidates_all_tokens(tmp_path):
     file = SecretFile(tmp_path / "state" / "jwt-secret")
     assert file.tokens() is None
     tokens = file.create()
@@ -121,7 +121,7 @@ def test_secret_is_made_once_and_a_new_secret_ends_all_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "mode", "what"), [(b"short" * 6, 0o600, "32"), (SECRET, 0o644, "chmod 640")])
-def test_a_secret_that_is_short_or_that_others_read_is_refused(tmp_path, content, mode, what):
+def test_a_short_or_readable_secret_is_refused(tmp_path, content, mode, what):
     path = tmp_path / "jwt-secret"
     path.write_bytes(content)
     path.chmod(mode)
@@ -132,21 +132,21 @@ def test_a_secret_that_is_short_or_that_others_read_is_refused(tmp_path, content
 ANN = Caller("ann", Role.VIEWER, "lab")
 
 
-def test_a_ticket_lets_its_caller_in_once_within_30_s_of_a_valid_key():
+def test_a_ticket_is_redeemed_once_within_30_s_of_a_valid_key():
     tickets = Tickets()
     text = tickets.issue(Admission(ANN, lambda: True), 0.0)
     assert tickets.redeem("rjt_another", 1.0) is None
     found = tickets.redeem(text, 29.9)
     assert found.caller == ANN
     assert tickets.redeem(text, 29.9) is None
-    tickets, is_in = Tickets(), [True]
-    late, revoked = (tickets.issue(Admission(ANN, lambda: is_in[0]), 0.0) for _ in range(2))
+    tickets, is_valid = Tickets(), [True]
+    late, revoked = (tickets.issue(Admission(ANN, lambda: is_valid[0]), 0.0) for _ in range(2))
     assert tickets.redeem(late, 30.0) is None
-    is_in[0] = False
+    is_valid[0] = False
     assert tickets.redeem(revoked, 1.0) is None
 
 
-def test_who_asks_for_many_tickets_loses_their_own_oldest():
+def test_too_many_tickets_drop_the_oldest_of_the_same_caller():
     tickets = Tickets()
     others = tickets.issue(Admission(Caller("bob", Role.VIEWER, "bob"), lambda: True), 0.0)
     texts = [tickets.issue(Admission(ANN, lambda: True), 1.0) for _ in range(MAX_TICKETS_OF_CALLER + 1)]

@@ -27,19 +27,19 @@ def first_of(action: np.ndarray | None) -> float | None:
     [
         (None, 10.0, (1, 1.0)),
         (None, 10.29, (4, 1.0)),
-        (None, 10.25, (3, 1.0)),  # halfway: the one before was done
+        (None, 10.25, (3, 1.0)),  # Halfway between two actions, the earlier action counts as executed.
         (None, 9.5, (0, 1.0)),
         (0.05, 10.25, (3, 0.5)),
         (0.05, 10.3, (4, 1.0)),
         (0.05, 9.8, (0, 1.0)),
     ],
 )
-def test_a_chunk_goes_on_with_the_first_action_after_a_moment(tick_period, moment, found) -> None:
+def test_a_chunk_continues_with_the_first_action_after_a_time(tick_period, moment, found) -> None:
     first, share = ActionQueue(0.1, tick_period).first_after(moment + 1e-9, 10.0)
     assert (first, share) == (found[0], pytest.approx(found[1], abs=1e-6))
 
 
-def test_each_tick_gives_the_due_action_of_the_newest_chunk() -> None:
+def test_each_tick_returns_the_due_action_of_the_newest_chunk() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(4), observed_at=10.0, now=10.0)
     ticks = [10.0 + number * PERIOD for number in range(5)]
@@ -66,7 +66,7 @@ def test_each_tick_gives_the_due_action_of_the_newest_chunk() -> None:
     ],
     ids=["late", "wholly late", "after a pause", "slower ticks", "faster ticks"],
 )
-def test_ticks_give_the_actions_of_their_time_and_drop_late_ones(periods, chunk, usable, ticks, taken, late) -> None:
+def test_ticks_return_due_actions_and_drop_late_actions(periods, chunk, usable, ticks, taken, late) -> None:
     queue = ActionQueue(*periods)
     length, observed_at, now = chunk
     assert queue.push(numbered(length), observed_at, now) == usable
@@ -81,7 +81,7 @@ def test_the_first_tick_after_a_rest_takes_the_next_action(tick_period: float | 
     tick = tick_period or PERIOD
     assert queue.push(numbered(20), observed_at=10.0, now=10.7, executed=executed) == 20 - executed
     assert queue.due_times()[0] == pytest.approx(10.7)
-    # Several ticks are missed, and the one that comes is late: the robot rested until then.
+    # Several ticks are missed and the next tick is late. The robot is at rest until then.
     first = 10.7 + 9 * tick
     assert first_of(queue.take(first, first + 0.9 * tick)) == executed
     assert first_of(queue.take(first + tick, first + tick)) == pytest.approx(executed + tick / PERIOD)
@@ -93,20 +93,20 @@ def test_the_next_chunk_is_aligned_to_the_executed_actions() -> None:
     queue = ActionQueue(PERIOD, aggregation=WeightedAggregation("average", 0.5))
     queue.push(numbered(20), observed_at=10.0, now=10.7, executed=0)
     assert queue.take(10.75, 10.75) is not None
-    # Its frame is older than the motion: the robot rested then, so both chunks begin with the same action.
+    # The frame is older than the motion, so both chunks begin with the same action.
     assert queue.aggregate(numbered(20), 10.6).tolist() == numbered(20).tolist()
     join(queue, numbered(20), observed_at=10.6, now=10.76)
     assert first_of(queue.take(10.8, 10.8)) == 1
-    # Two actions later in the motion.
+    # This frame is two actions later in the motion.
     join(queue, numbered(20, first=2), observed_at=10.85, now=10.92)
     assert first_of(queue.take(10.95, 10.95)) == 4
-    # After another rest time begins again.
+    # After another rest, the time begins again.
     queue.clear()
     queue.push(numbered(20), observed_at=11.0, now=11.3, executed=0)
     assert first_of(queue.take(11.35, 11.35)) == 0
 
 
-def test_due_times_say_what_is_left() -> None:
+def test_due_times_list_the_remaining_actions() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(3), observed_at=1.0, now=1.04)
     assert queue.due_times() == pytest.approx([1.05, 1.10])
@@ -119,9 +119,9 @@ def test_the_phase_between_frames_and_ticks_never_costs_an_action() -> None:
         queue = ActionQueue(PERIOD)
         queue.push(numbered(50), observed_at=0.0, now=0.0)
         jitter = np.random.default_rng(0).uniform(0, 0.4 * PERIOD, 40)
-        given_out = [first_of(queue.take(phase + n * PERIOD, phase + n * PERIOD + jitter[n])) for n in range(40)]
-        assert None not in given_out
-        assert np.diff([value for value in given_out if value is not None]).tolist() == [1] * 39
+        taken = [first_of(queue.take(phase + n * PERIOD, phase + n * PERIOD + jitter[n])) for n in range(40)]
+        assert None not in taken
+        assert np.diff([value for value in taken if value is not None]).tolist() == [1] * 39
 
 
 @given(
@@ -131,7 +131,7 @@ def test_the_phase_between_frames_and_ticks_never_costs_an_action() -> None:
     chunks=st.lists(st.tuples(st.integers(0, 30), st.floats(0, 0.5), st.integers(1, 40)), min_size=1, max_size=5),
     lateness=st.lists(st.floats(0, 0.999), min_size=1, max_size=20),
 )
-def test_no_action_is_given_out_a_period_after_its_due_time(
+def test_no_action_is_returned_a_period_after_its_due_time(
     period: float, tick_share: float, start: float, chunks: list, lateness: list[float]
 ) -> None:
     tick_period = period * tick_share
@@ -142,7 +142,7 @@ def test_no_action_is_given_out_a_period_after_its_due_time(
         now = deadline + lateness[tick % len(lateness)] * tick_period
         if tick in arrivals:
             delay, length = arrivals[tick]
-            # Each action is its own due time, so that the property can be read off what comes out.
+            # The value of each action is its due time, so that the result shows the due time.
             due = (now - delay) + np.arange(length) * period
             queue.push(due[:, None], observed_at=now - delay, now=now)
         action = queue.take(deadline, now)
@@ -152,20 +152,20 @@ def test_no_action_is_given_out_a_period_after_its_due_time(
 
 
 @pytest.mark.parametrize("coefficient", [0.01, 0.0, -0.05, 0.5])
-def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -> None:
+def test_ensembling_with_a_chunk_at_every_tick_equals_lerobots(coefficient: float) -> None:
     random = np.random.default_rng(1)
-    theirs = TemporalEnsembler(coefficient, 8)
-    ours = ActionQueue(PERIOD, aggregation=EnsembleAggregation(coefficient))
+    reference = TemporalEnsembler(coefficient, 8)
+    queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(coefficient))
     for tick in range(30):
         chunk = random.normal(size=(8, 3)).astype(np.float32)
         now = tick * PERIOD
-        join(ours, chunk, observed_at=now, now=now)
-        expected = theirs.update(chunk[None])[0]
-        actual = ours.take(now, now)
+        join(queue, chunk, observed_at=now, now=now)
+        expected = reference.update(chunk[None])[0]
+        actual = queue.take(now, now)
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_ensembling_aligns_predictions_by_their_time_until_it_is_cleared() -> None:
+def test_ensembling_aligns_predictions_by_time_until_it_is_cleared() -> None:
     queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
     queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
@@ -179,12 +179,12 @@ def test_ensembling_aligns_predictions_by_their_time_until_it_is_cleared() -> No
     assert first_of(queue.take(6 * PERIOD, 6 * PERIOD)) == 50
 
 
-def test_a_chunk_of_another_policy_is_faded_in_where_a_plan_is_left() -> None:
+def test_a_chunk_of_another_policy_fades_in_over_the_old_plan() -> None:
     queue = ActionQueue(0.1)
     other = np.full((10, 2), 4, np.float32)
     assert queue.crossfade(other, 0.0, 0.0, 3) is other
     queue.push(np.zeros((10, 2), np.float32), 0.0, 0.0)
-    # Observed at the old chunk's action 2, answered at its action 4: actions 2 to 4 of the new chunk are faded in.
+    # The frame is from action 2 of the old chunk and the answer from action 4, so three actions from there fade in.
     faded = queue.crossfade(other, 0.2, 0.4, 3)
     assert faded[:, 0].tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 4, 4]
     assert other.min() == 4, "the chunk itself does not change"

@@ -1,4 +1,4 @@
-"""Who may command: one controller per robot, nobody in a dry run, and a shadow never."""
+"""Right to command: one session per robot, no commands in a dry run, and none from a shadow policy."""
 
 import asyncio
 import threading
@@ -19,8 +19,8 @@ from tests.testing.waiting import until
 pytestmark = pytest.mark.timed
 
 
-class Onlooker:
-    """An observer that keeps all it is told, or fails."""
+class RecordingObserver:
+    """Observer that records its calls or raises an error."""
 
     def __init__(self, failure: Exception | None = None):
         self.cameras: list[str] = []
@@ -41,50 +41,50 @@ class Onlooker:
             raise self._failure
 
 
-async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -> None:
+async def test_an_observer_sees_all_events_until_it_is_detached(rig) -> None:
     rig.transport.gate = gate = asyncio.Event()
     creating = asyncio.create_task(rig.sessions.create(NewSession("s", "policy", "memory://", rate=50)))
     await until(lambda: bool(rig.sessions.list()))
-    onlooker = Onlooker()
+    observer = RecordingObserver()
     assert rig.session.robot_io is None
-    detach = rig.session.attach(onlooker)
+    detach = rig.session.attach(observer)
     gate.set()
     await creating
     rig.robot()
     await rig.sessions.start("s")
-    await until(lambda: len(onlooker.plans) > 1)
-    assert set(onlooker.cameras) == {"front"}
-    assert onlooker.plans[0] == (20, 6)
-    sent = [tick for tick in onlooker.ticks if tick.command is not None]
+    await until(lambda: len(observer.plans) > 1)
+    assert set(observer.cameras) == {"front"}
+    assert observer.plans[0] == (20, 6)
+    sent = [tick for tick in observer.ticks if tick.command is not None]
     assert all(tick.is_sent and tick.pose is not None for tick in sent)
     detach()
     detach()
-    count = len(onlooker.ticks)
+    count = len(observer.ticks)
     sent_so_far = len(rig.link.sent)
     await until(lambda: len(rig.link.sent) > sent_so_far + 3)
-    assert len(onlooker.ticks) == count
+    assert len(observer.ticks) == count
 
 
-async def test_a_tap_that_fails_is_taken_off_and_the_robot_moves_on(rig, caplog) -> None:
+async def test_a_failing_observer_is_detached_and_the_robot_moves_on(rig, caplog) -> None:
     session = await rig.running()
-    onlooker, broken = Onlooker(), Onlooker(ValueError("disk"))
+    observer, broken = RecordingObserver(), RecordingObserver(ValueError("disk"))
     session.attach(broken)
-    session.attach(onlooker)
-    await until(lambda: len(onlooker.ticks) > 5)
+    session.attach(observer)
+    await until(lambda: len(observer.ticks) > 5)
     assert len(broken.ticks) == 1
     assert session.stage is Stage.RUNNING
-    assert "observer Onlooker failed and is detached" in caplog.text
+    assert "observer RecordingObserver failed and is detached" in caplog.text
 
 
 async def test_a_dry_run_does_everything_but_send(rig) -> None:
     session = await rig.running(dry_run=True)
-    onlooker = Onlooker()
-    session.attach(onlooker)
-    await until(lambda: len(onlooker.ticks) > 5)
+    observer = RecordingObserver()
+    session.attach(observer)
+    await until(lambda: len(observer.ticks) > 5)
     await rig.sessions.emergency_stop("a test", "s")
     await until(lambda: session.robot_io.controller.is_idle)
     assert rig.link.sent == [], "holds are not sent either"
-    assert not any(tick.is_sent for tick in onlooker.ticks)
+    assert not any(tick.is_sent for tick in observer.ticks)
     stats = rig.stats
     assert stats["dry_run"] is True
     assert (stats["commands_sent"], stats["commands_refused"], stats["last_command"]) == (0, 0, {})
@@ -93,7 +93,7 @@ async def test_a_dry_run_does_everything_but_send(rig) -> None:
 
 
 async def shadowed(rig, steps: int = 1, shadow_steps: int = 1) -> dict:
-    """Figures of a shadow whose policies look at this many observations."""
+    """Return the statistics of a shadow policy; both policies read this number of observations."""
     rig.policies["policy"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, observation_steps=steps))
     rig.policies["shadow"] = ScriptedPolicy(
         replace(SO100_REQUIREMENTS, observation_steps=shadow_steps), step=0.3, commit="c0ffee"
@@ -103,14 +103,16 @@ async def shadowed(rig, steps: int = 1, shadow_steps: int = 1) -> dict:
     return rig.stats["shadow"]
 
 
-async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig) -> None:
+async def test_a_shadow_gets_the_same_input_and_sends_no_command(rig) -> None:
     shadow = await shadowed(rig)
     assert (shadow["policy_path"], shadow["commit"]) == ("shadow", "c0ffee")
-    assert shadow["difference"]["Jaw"]["max"] == pytest.approx(4.0, abs=0.01), "0.2 per action apart, 20 actions"
+    assert shadow["difference"]["Jaw"]["max"] == pytest.approx(4.0, abs=0.01), (
+        "the policies differ by 0.2 per action over 20 actions"
+    )
     assert shadow["inference_ms"]["p50"] >= 0
     assert "device" not in rig.policies["shadow"].threads
     assert rig.policies["policy"].threads == {"device"}
-    assert max(one.values["Rotation"] for one in rig.link.sent) < 1 + 20 * 0.15, "only the first policy moved it"
+    assert max(one.values["Rotation"] for one in rig.link.sent) < 1 + 20 * 0.15, "only the first policy moved the robot"
     assert rig.session.status().policy_path == "policy"
 
 
@@ -118,11 +120,11 @@ async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig
 async def test_a_shadow_with_fewer_observations_gets_the_newest(rig, steps: int, shadow_steps: int) -> None:
     shadow = await shadowed(rig, steps, shadow_steps)
     assert (shadow["errors"], shadow["last_error"]) == (0, None)
-    # 0.2 per action apart, so both began at the same pose: the newest.
+    # The policies differ by 0.2 per action, which shows that both began at the newest pose.
     assert shadow["difference"]["Jaw"]["mean"] == pytest.approx(2.1, abs=0.01)
 
 
-async def test_renamed_cameras_have_the_names_of_the_robot(rig) -> None:
+async def test_renamed_cameras_have_the_names_that_the_robot_uses(rig) -> None:
     own = replace(SO100_REQUIREMENTS, cameras={"camera1": SO100_REQUIREMENTS.cameras["front"]})
     rig.policies |= {"policy": ScriptedPolicy(requirements=own), "shadow": ScriptedPolicy(requirements=own)}
     await rig.running(shadow_policy_path="shadow", rename={"camera1": "front"})
@@ -137,7 +139,7 @@ async def test_renamed_cameras_have_the_names_of_the_robot(rig) -> None:
             await rig.sessions.create(NewSession("other", "policy", "memory://", rename=rename))
 
 
-async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) -> None:
+async def test_a_shadow_that_hangs_or_fails_does_not_affect_the_robot(rig) -> None:
     hang = threading.Event()
     nonsense = [ValueError("x"), np.zeros(3), np.full((1, 20, 6), np.nan, np.float32)]
     rig.policies["shadow"] = ScriptedPolicy(failures=[*nonsense, hang])
@@ -163,7 +165,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
         ({"joint_names": ("gripper", *tuple(SO100_REQUIREMENTS.joint_names or ())[:5])}, "its joints are ['gripper'"),
     ],
 )
-async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
+async def test_a_shadow_that_does_not_fit_is_reported_and_not_called(rig, changes: dict, word: str) -> None:
     rig.policies["shadow"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, **changes))
     await rig.running(shadow_policy_path="shadow")
     await until(lambda: rig.stats["inference_count"] > 1)

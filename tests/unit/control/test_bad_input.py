@@ -1,4 +1,4 @@
-"""Whatever a joint room says: nothing that is not finite gets in, and nothing is ever filled in for what is missing."""
+"""Hostile messages of a joint room: only finite values are accepted, and missing values are never filled in."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from service.transport.protocol import WireError, parse_message
 
 NAMES = [name for joint in SO100 for name in (joint.name, joint.alias)]
 POSE = {joint.name: 7.0 + position for position, joint in enumerate(SO100)}
-# What a number may look like on the wire, JSON or not.
+# Numbers as text on the wire; some of them are not valid JSON.
 NUMBERS = st.one_of(
     st.floats(-1e3, 1e3).map(repr),
     st.floats().map(repr),
@@ -41,15 +41,15 @@ FRAMES = st.one_of(
 
 
 class Robot:
-    """The inbox of a session, without its drive."""
+    """Inbox of a session without its control loop."""
 
     def __init__(self) -> None:
         self.buffer = ObservationBuffer((), JointTable(SO100))
         self.buffer.put_joints(POSE, 0.0)
         self.room = JointInputListener(Rooms("w"), None, self)  # type: ignore[arg-type]
 
-    def hear(self, frame: str) -> None:
-        """As the socket's reader does."""
+    def receive(self, frame: str) -> None:
+        """Handle a frame as the reader of the socket does."""
         try:
             message = parse_message(frame)
         except WireError:
@@ -71,16 +71,16 @@ class Robot:
 @given(FRAMES)
 def test_only_finite_values_of_known_joints_get_in(frame: str) -> None:
     robot = Robot()
-    robot.hear(frame)
+    robot.receive(frame)
     after = robot.buffer.measured_joints()
     for joint in SO100:
         value = after[joint.name]
         assert value is not None
         assert math.isfinite(value)
         if f'"{joint.name}"' not in frame and f'"{joint.alias}"' not in frame:
-            assert value == POSE[joint.name], "what is not in a message is not touched"
+            assert value == POSE[joint.name], "a joint that is not in the message keeps its value"
     if robot.buffer.joint_updates.count == 1:
-        assert after == POSE, "a message of which nothing can be used changes nothing"
+        assert after == POSE, "a message without usable values changes nothing"
         assert robot.buffer.dropped.total or '"data": []' in frame or "joint_update" not in frame
 
 
@@ -99,21 +99,21 @@ def test_only_finite_values_of_known_joints_get_in(frame: str) -> None:
         ('{"name": "Elbow", "value": 1}, {"name": "elbow_flex.pos", "value": 2}', {"contradicting": 1}, 9.0),
     ],
 )
-def test_each_kind_of_bad_value_has_its_name(data: str, dropped: dict[str, int], elbow: float) -> None:
+def test_each_kind_of_bad_value_is_counted_by_its_reason(data: str, dropped: dict[str, int], elbow: float) -> None:
     robot = Robot()
-    robot.hear(f'{{"type": "joint_update", "data": [{data}]}}')
+    robot.receive(f'{{"type": "joint_update", "data": [{data}]}}')
     assert robot.buffer.dropped.by_reason() == dropped
     assert robot.buffer.measured_joints() == POSE | {"Elbow": elbow}
 
 
-# What decides about motion, and what it is told by.
+# Packages and modules that decide about motion or deliver its inputs.
 DECIDING = (
     *("control", "inference", "transport", "transport/client", "transport/server", "transport/webrtc"),
     *("sessions/session", "rollout/gates", "stage", "threads"),
 )
 
 
-def test_no_decision_is_taken_by_a_clock_that_can_jump() -> None:
+def test_decisions_about_motion_use_a_monotonic_clock() -> None:
     service = Path(__file__).parents[3] / "service"
     files = [path for name in DECIDING for path in [*service.glob(f"{name}.py"), *service.glob(f"{name}/*.py")]]
     assert len(files) > 30
@@ -123,7 +123,7 @@ def test_no_decision_is_taken_by_a_clock_that_can_jump() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and ast.unparse(node) in ("time.time", "datetime.now", "datetime.utcnow")
-        # The wire's timestamps are for people: nobody reads them back.
+        # The timestamps on the wire are for people. The server never reads them.
         and path.parts[-2:] != ("server", "websocket.py")
     ]
     assert jumping == []

@@ -1,4 +1,4 @@
-"""Control with a scripted world and no clock: time is a number that the test moves."""
+"""Controller with a scripted robot, camera and policy. Time is a number that the test advances."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ from tests.testing.doubles import MemoryTransport, ScriptedPolicy
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
 SAFETY = SafetySettings(frozen="warn")
-PACE = ControlConfig(rate=20, action_rate=20, action_steps=20, chunk=20, width=6, safety=SAFETY)
+CONFIG = ControlConfig(rate=20, action_rate=20, action_steps=20, chunk=20, width=6, safety=SAFETY)
 
 
 def plan(snapshot: Snapshot, chunk: int = 20) -> np.ndarray:
@@ -40,15 +40,16 @@ def plan(snapshot: Snapshot, chunk: int = 20) -> np.ndarray:
 
 @dataclass
 class World:
-    """A robot, a camera and a policy around a control; the test moves the time.
+    """Robot, camera and policy around a controller; the test advances the time.
 
     Attributes:
-        sees: whether a frame arrives at every tick; `age` is the age of the frames in seconds.
-        latency: seconds that the policy takes.
-        policy: the answer of the policy; a string is the text of an exception.
+        sees: Whether a frame arrives at every tick.
+        age: Age of the frames in seconds.
+        latency: Seconds that the policy takes.
+        policy: Function that returns the answer; a string is the text of an exception.
     """
 
-    pace: ControlConfig = PACE
+    config: ControlConfig = CONFIG
     sees: bool = True
     age: float = 0.0
     latency: float = 0.01
@@ -61,9 +62,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.buffer = ObservationBuffer(["front"], JointTable(SO100))
-        # The world's joints stay where they are, whatever is commanded.
-        safety = self.pace.safety.model_copy(update={"frozen": "warn"})
-        self.control = Controller(self.buffer, replace(self.pace, safety=safety))
+        # The joints of this robot never move, so frozen joints are only a warning.
+        safety = self.config.safety.model_copy(update={"frozen": "warn"})
+        self.control = Controller(self.buffer, replace(self.config, safety=safety))
         self.buffer.put_joints(POSE, self.now)
 
     def do(self, step: TickResult) -> None:
@@ -76,7 +77,7 @@ class World:
         self.events += step.events
 
     def run(self, seconds: float, *, late: float = 0.0) -> "World":
-        """Tick as a loop would, every wake-up ``late`` seconds behind its deadline."""
+        """Tick as the loop does, with every wake-up ``late`` seconds after its deadline."""
         end = self.now + seconds
         while True:
             idle = self.control.is_idle
@@ -115,20 +116,20 @@ class World:
         return [command for at, command in self.sent if at >= since]
 
     def held(self, since: float) -> list[float]:
-        """What a hold from this moment on sends: the measured pose, and the jaw where it was sent last."""
+        """Return the command of a hold that starts now: the measured pose with the last commanded jaw."""
         jaw = next(command[-1] for at, command in reversed(self.sent) if at < since)
         return [*list(POSE.values())[:-1], jaw]
 
 
-def test_a_session_that_sees_and_feels_sends_one_action_per_tick() -> None:
+def test_a_session_with_all_inputs_sends_one_action_per_tick() -> None:
     world = World().begin().run(3.0)
     times = [at for at, _ in world.sent]
     assert np.diff(times) == pytest.approx(0.05)
-    assert len(times) == 60  # 61 ticks, the first of which only asks
+    assert len(times) == 60  # There are 61 ticks. The first tick only requests a chunk.
     assert (world.control.starvations, world.control.hold) == (0, None)
 
 
-def test_nothing_moves_before_every_camera_and_all_joints_were_seen() -> None:
+def test_nothing_moves_before_all_cameras_and_joints_have_reported() -> None:
     world = World(sees=False).begin().run(1.0)
     assert (world.sent, world.asked) == ([], [])
     assert world.control.hold.text == "camera 'front': no frame yet"
@@ -138,11 +139,11 @@ def test_nothing_moves_before_every_camera_and_all_joints_were_seen() -> None:
     assert world.control.hold is None
 
 
-def test_a_chunk_that_follows_another_is_aligned_to_its_observation() -> None:
-    pace = replace(PACE, action_steps=10, ask_ahead=0.0)
-    world = World(latency=0.12, pace=pace).begin().run(1.0)
-    # The first chunk begins with its action 0. The next one is asked for with its tenth action: when its answer comes
-    # 0.12 s later, its actions 0, 1 and 2 are over.
+def test_a_following_chunk_is_aligned_to_its_observation() -> None:
+    config = replace(CONFIG, action_steps=10, ask_ahead=0.0)
+    world = World(latency=0.12, config=config).begin().run(1.0)
+    # The first chunk begins with its action 0. Its tenth action requests the next chunk, which arrives 0.12 s later:
+    # the times of its actions 0, 1 and 2 have passed.
     done = [round(command[0] - POSE["Rotation"]) for _, command in world.sent]
     assert done == [*range(1, 11), 11, 12, 4, 5, 6, 7, 8, 9]
     assert world.control.queue.late == 3
@@ -179,8 +180,8 @@ REST = {
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
 def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, on_hold: Any) -> None:
     safety, control = SafetySettings(on_hold=on_hold, frozen="warn"), ControlSettings(failures_allowed=9)
-    pace = replace(PACE, safety=safety, control=control)
-    world = World(latency=latency, pace=pace).begin().run(2.0)
+    config = replace(CONFIG, safety=safety, control=control)
+    world = World(latency=latency, config=config).begin().run(2.0)
     assert len(world.sent) > 20
     REST[rest](world)
     world.policy, late, sent = plan, world.control.queue.late, len(world.sent)
@@ -188,7 +189,7 @@ def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, o
         sent = len(world.sent)
         world.run(world.control.clock.next_deadline(world.now) - world.now)
     assert world.control.queue.late == late
-    world.run(0.3 if rest != "link" else 1.0)  # the repeats of this hold go on while the policy is asked
+    world.run(0.3 if rest != "link" else 1.0)  # This hold repeats its command during the request.
     moved = [command[0] - POSE["Rotation"] for command in world.commands()[sent:]]
     assert list(dropwhile(lambda step: step == 0, moved))[:4] == [1, 2, 3, 4]
 
@@ -196,9 +197,9 @@ def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, o
 @pytest.mark.parametrize(("rate", "expected"), [(20, [1, 2, 3, 4]), (50, [1, 1.4, 1.8, 2.2]), (10, [1, 3, 5, 7])])
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @pytest.mark.parametrize("late", [0.0, 0.004, 0.13])
-def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(rate, expected, name, late) -> None:
-    pace = replace(PACE, rate=rate, overlap=AGGREGATIONS[name])
-    world = World(latency=0.7, pace=pace).begin().run(0.72)
+def test_the_plan_is_timed_from_its_first_tick_at_every_rate(rate, expected, name, late) -> None:
+    config = replace(CONFIG, rate=rate, overlap=AGGREGATIONS[name])
+    world = World(latency=0.7, config=config).begin().run(0.72)
     world.run(0.4, late=late)
     world.run(0.4)
     count = 1 if late > 0.1 else 4
@@ -207,10 +208,10 @@ def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(rate, e
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_a_second_chunk_seen_before_the_motion_skips_no_action(name: str) -> None:
-    pace = replace(PACE, overlap=AGGREGATIONS[name], action_steps=10)
-    world = World(latency=0.7, age=0.2, pace=pace).begin().run(2.0)
-    # The second chunk was asked for with the first command. Its frame shows the arm at rest, so it is the same plan.
+def test_a_second_chunk_observed_before_the_motion_skips_no_action(name: str) -> None:
+    config = replace(CONFIG, overlap=AGGREGATIONS[name], action_steps=10)
+    world = World(latency=0.7, age=0.2, config=config).begin().run(2.0)
+    # The first command requests the second chunk. Its frame shows the arm at rest, so it is the same plan.
     assert world.asked[1] == world.sent[0][0]
     assert [command[0] - POSE["Rotation"] for command in world.commands()[:20]] == pytest.approx([*range(1, 21)])
 
@@ -252,7 +253,7 @@ def test_a_pause_with_an_answer_in_flight_is_one_hold() -> None:
     world.sees = False
     world.answers = [(world.now, world.answers[0][1])]
     world.run(0.1)
-    # The answer says why, and the tick after it says it better; what goes out is one hold.
+    # The answer reports camera_stale and the next tick reports paused, but the robot receives one hold.
     assert world.control.holds.by_reason() == {**before, "camera_stale": 1, "paused": 1}
     world.run(1.0)
     assert len(world.sent) - sent == 4
@@ -271,14 +272,14 @@ def test_a_stalled_camera_holds_at_the_measured_pose_four_times() -> None:
     assert world.control.holds.by_reason()["camera_stale"] == 1
 
 
-def test_an_answer_to_frames_from_before_a_hold_is_thrown_away() -> None:
+def test_an_answer_to_frames_from_before_a_hold_is_discarded() -> None:
     world = World(latency=0.9).begin().run(0.1)
     world.sees = False
     world.run(0.6)
-    back, world.sees = world.now, True
+    resumed, world.sees = world.now, True
     world.run(0.5)
     assert (world.control.scheduler.discarded, world.commands()) == (1, [])
-    assert world.asked[-1] > back
+    assert world.asked[-1] > resumed
 
 
 BAD_CHUNKS = {
@@ -289,15 +290,15 @@ BAD_CHUNKS = {
     "no batch": lambda snapshot: plan(snapshot)[0],
     "two robots": lambda snapshot: np.repeat(plan(snapshot), 2, axis=0),
     "whole numbers": lambda snapshot: plan(snapshot).astype(np.int32),
-    "no array": lambda snapshot: plan(snapshot).tolist(),
-    "nothing": lambda snapshot: None,
+    "a list": lambda snapshot: plan(snapshot).tolist(),
+    "none": lambda snapshot: None,
     "an exception": lambda snapshot: "the policy raised ValueError",
 }
 
 
 @pytest.mark.parametrize("kind", BAD_CHUNKS)
 def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None:
-    world = World(pace=replace(PACE, control=ControlSettings(failures_allowed=100))).begin().run(1.2)
+    world = World(config=replace(CONFIG, control=ControlSettings(failures_allowed=100))).begin().run(1.2)
     bad_since, world.policy = world.now, BAD_CHUNKS[kind]
     world.run(2.0)
     refused = next(at for at in world.asked if at >= bad_since) + world.latency
@@ -308,8 +309,8 @@ def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None
     assert (world.control.hold, world.events) == (None, [])
 
 
-@pytest.mark.parametrize("bad", ["nothing", "an exception"])
-def test_three_failures_in_a_row_end_the_motion_for_good_and_two_do_not(bad: str) -> None:
+@pytest.mark.parametrize("bad", ["none", "an exception"])
+def test_three_failures_in_a_row_end_the_motion_but_two_do_not(bad: str) -> None:
     kinds = iter([bad, bad, "good", bad, bad, bad])
     world = World()
     world.policy = lambda snapshot: BAD_CHUNKS.get(next(kinds), plan)(snapshot)
@@ -322,12 +323,12 @@ def test_three_failures_in_a_row_end_the_motion_for_good_and_two_do_not(bad: str
         assert world.events == [ControlEvent(Move.FAILED, "the policy raised ValueError (3 times in a row)")]
         return
     [(move, reason)] = world.events
-    assert move is Move.EMERGENCY_STOP, "an answer that is no chunk stops the robot; the session lives"
+    assert move is Move.EMERGENCY_STOP, "an invalid chunk stops the robot, and the session stays"
     assert re.fullmatch(r"policy_invalid: .*\(3 times in a row\)", reason)
     assert world.control.rejected == 5
 
 
-def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
+def test_a_policy_that_stalls_during_a_motion_causes_a_hold() -> None:
     world = World().begin().run(3.0)
     world.latency = 4.0
     world.run(3.0)
@@ -336,8 +337,8 @@ def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
     assert world.commands()[-4:] == 4 * [world.held(world.control.hold.since)]
 
 
-def test_a_short_wait_for_the_policy_is_counted_but_no_hold() -> None:
-    world = World(pace=replace(PACE, chunk=4, action_steps=4))
+def test_a_short_wait_for_the_policy_is_counted_without_a_hold() -> None:
+    world = World(config=replace(CONFIG, chunk=4, action_steps=4))
     world.policy = lambda snapshot: plan(snapshot, 4)
     world.begin().run(1.0)
     world.latency = 0.16
@@ -346,7 +347,7 @@ def test_a_short_wait_for_the_policy_is_counted_but_no_hold() -> None:
     assert world.control.holds.by_reason() == {}
 
 
-def test_a_halt_holds_at_once_flushes_and_falls_silent() -> None:
+def test_a_halt_holds_at_once_clears_the_queue_and_ends_commands() -> None:
     world = World().begin().run(1.0)
     sent = len(world.sent)
     world.do(world.control.halt(world.now))
@@ -362,12 +363,12 @@ def test_only_an_emergency_stop_commands_a_robot_that_never_moved() -> None:
     assert world.control.is_idle
     world.do(world.control.halt(world.now, always_hold=True))
     world.run(0.5)
-    told = len(world.sent)
-    assert told == 4
+    sent = len(world.sent)
+    assert sent == 4
     # The pose from before the joints were lost is not sent again.
     world.buffer.distrust_joints()
     world.do(world.control.halt(world.now, always_hold=True))
-    assert len(world.run(0.5).sent) == told
+    assert len(world.run(0.5).sent) == sent
 
 
 def test_an_answer_that_comes_after_a_stop_moves_nothing() -> None:
@@ -383,7 +384,7 @@ def test_a_late_wake_up_skips_missed_ticks_and_keeps_the_phase() -> None:
     for early in (0.0, 0.01):
         assert world.control.tick(world.now + early) == TickResult()
     before, sent = world.now, len(world.sent)
-    world.now += 0.47  # nobody woke the loop for nine and a half ticks
+    world.now += 0.47  # The loop is not woken for nine and a half ticks.
     world.buffer.put_frame("front", FRAME, world.now)
     world.do(world.control.tick(world.now))
     assert world.control.missed_ticks == 8
@@ -419,7 +420,7 @@ CLOSED = 5.0
 
 @pytest.fixture
 def gripping() -> World:
-    """An arm with something between its jaws: the jaw stays where it is measured, and moves 2 units of 10 per tick."""
+    """Return an arm that holds an object: the measured jaw never moves, and a command moves it by 2 units per tick."""
 
     def closed(snapshot: Snapshot) -> np.ndarray:
         chunk = plan(snapshot)
@@ -428,15 +429,15 @@ def gripping() -> World:
 
     world = World(policy=closed)
     limits = create_motion_limits(world.buffer.joints, requested={"Jaw": 2.0})
-    world.control = Controller(world.buffer, world.pace, limits)
+    world.control = Controller(world.buffer, world.config, limits)
     world.begin().run(2.0)
     assert world.sent[-1][1][-1] == CLOSED
     return world
 
 
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
-def test_a_hold_keeps_the_grip_and_so_does_the_motion_after_it(on_hold: str, gripping: World) -> None:
-    gripping.control.config = replace(gripping.pace, safety=SafetySettings(on_hold=on_hold))
+def test_a_hold_and_the_motion_after_it_keep_the_grip(on_hold: str, gripping: World) -> None:
+    gripping.control.config = replace(gripping.config, safety=SafetySettings(on_hold=on_hold))
     gripping.sees, stalled = False, gripping.now
     gripping.run(2.0)
     assert gripping.sent[-1][1] == [*list(POSE.values())[:-1], CLOSED]
@@ -446,7 +447,7 @@ def test_a_hold_keeps_the_grip_and_so_does_the_motion_after_it(on_hold: str, gri
     assert {command[-1] for command in gripping.commands(stalled)} == {CLOSED}
 
 
-def test_a_stop_lets_go_and_a_start_begins_at_the_measured_jaw(gripping: World) -> None:
+def test_a_stop_releases_the_grip_and_a_start_uses_the_measured_jaw(gripping: World) -> None:
     stopped = gripping.now
     gripping.do(gripping.control.halt(stopped))
     gripping.run(1.0)
@@ -456,7 +457,7 @@ def test_a_stop_lets_go_and_a_start_begins_at_the_measured_jaw(gripping: World) 
     assert gripping.commands(started)[0][-1] == POSE["Jaw"] - 2
 
 
-def test_a_hold_of_a_robot_that_left_meanwhile_keeps_no_grip(gripping: World) -> None:
+def test_a_hold_after_the_robot_left_keeps_no_grip(gripping: World) -> None:
     gripping.control.release_grip()
     gripping.buffer.distrust_joints()
     assert gripping.run(2.0).sent[-1][1] == list(POSE.values())
@@ -464,7 +465,7 @@ def test_a_hold_of_a_robot_that_left_meanwhile_keeps_no_grip(gripping: World) ->
 
 @pytest.mark.parametrize("outside", [-115.0, 130.0])
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
-def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_hold: Any) -> None:
+def test_an_arm_outside_its_range_is_held_there_and_returns_slowly(outside: float, on_hold: Any) -> None:
     seen: list[float] = []
 
     def note(snapshot: Snapshot) -> np.ndarray:
@@ -473,7 +474,7 @@ def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_
 
     world = World(policy=note)
     limits = create_motion_limits(world.buffer.joints, requested=1.0)
-    world.control = Controller(world.buffer, replace(PACE, safety=SafetySettings(on_hold=on_hold)), limits)
+    world.control = Controller(world.buffer, replace(CONFIG, safety=SafetySettings(on_hold=on_hold)), limits)
     world.buffer.put_joints({"Rotation": outside}, world.now)
     world.do(world.control.halt(world.now, always_hold=True))
     assert world.sent[-1][1][0] == outside, "a hold does not move the arm"
@@ -481,26 +482,26 @@ def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_
     assert set(seen) == {outside}, "the policy sees the pose as measured"
     turn = np.sign(-outside)
     begun = [command[0] for command in world.commands() if command[0] != outside]
-    assert begun[:3] == pytest.approx([outside + turn * n for n in (1, 2, 3)]), "led back at its step limit"
+    assert begun[:3] == pytest.approx([outside + turn * n for n in (1, 2, 3)]), "the arm returns at its step limit"
     world.sees = False
     world.run(2.0)
     assert world.control.hold is not None
     assert world.sent[-1][1][0] == outside
 
 
-def test_an_obstacle_holds_until_it_is_gone() -> None:
+def test_an_obstacle_holds_until_it_is_cleared() -> None:
     world = World().begin().run(1.0)
     world.control.obstruct("link_lost", "room 'a' is lost: socket closed")
     world.run(1.0)
     assert (world.control.hold.code, world.control.hold.text) == ("link_lost", "room 'a' is lost: socket closed")
     world.control.clear("link_lost")
-    back = world.now
+    cleared = world.now
     world.run(1.0)
     assert world.control.hold is None
-    assert len(world.commands(back)) >= 18
+    assert len(world.commands(cleared)) >= 18
 
 
-def test_restarting_forgets_the_plan_the_hold_and_the_failures() -> None:
+def test_a_restart_clears_the_plan_the_hold_and_the_failures() -> None:
     world = World(policy=BAD_CHUNKS["nan"]).begin().run(1.0)
     assert [event.move for event in world.events] == [Move.EMERGENCY_STOP]
     world.policy = plan
@@ -509,15 +510,15 @@ def test_restarting_forgets_the_plan_the_hold_and_the_failures() -> None:
     assert len(world.sent) >= 18
 
 
-def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
-    world = World(pace=replace(PACE, overlap=EnsembleAggregation(), action_steps=1)).begin().run(1.0)
+def test_ensembling_requests_a_chunk_at_every_tick() -> None:
+    world = World(config=replace(CONFIG, overlap=EnsembleAggregation(), action_steps=1)).begin().run(1.0)
     assert (len(world.asked), world.control.starvations) == (21, 0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_tick_sends_at_most_one_finite_command(data: st.DataObject) -> None:
-    world = World(pace=replace(PACE, control=ControlSettings(failures_allowed=1000))).begin()
+    world = World(config=replace(CONFIG, control=ControlSettings(failures_allowed=1000))).begin()
     kinds = ["sees", "blind", "slow", "quick", "plan", *BAD_CHUNKS, "halt", "begin", "pause", "joints", "lost", "found"]
     for kind in data.draw(st.lists(st.sampled_from(kinds), max_size=25)):
         if kind in BAD_CHUNKS:
@@ -552,7 +553,7 @@ def test_every_tick_sends_at_most_one_finite_command(data: st.DataObject) -> Non
 
 
 class Loop:
-    """The shell around a control, with a clock that the test moves, and a robot whose link is in memory."""
+    """RobotIO around a controller, with a clock that the test advances and a link in memory."""
 
     def __init__(self, world: World, passes: Callable[[], None]) -> None:
         self.world, self.slept, self._passes = world, list[float](), passes
@@ -578,7 +579,7 @@ class Loop:
             await self.io.runner._engine.close()
 
 
-async def test_the_loop_sleeps_until_each_deadline_and_rests_when_idle() -> None:
+async def test_the_loop_sleeps_until_each_deadline_and_not_when_idle() -> None:
     world = World()
 
     def passes() -> None:
@@ -606,7 +607,7 @@ async def test_a_command_from_before_a_pause_is_not_sent() -> None:
         ticks.append(now)
         result = tick(now)
         if len(ticks) == 3:
-            world.now += 2.0  # nothing runs, right after a tick's moment
+            world.now += 2.0  # The process pauses directly after the tick.
         return result._replace(command=np.array(list(POSE.values()), np.float32))
 
     world.control.tick = slow_tick  # type: ignore[method-assign]
@@ -621,4 +622,4 @@ async def test_a_command_from_before_a_pause_is_not_sent() -> None:
 
     await loop.run(until)
     assert dict(sent)[2] == 0
-    assert dict(sent)[4] == 1, "the one of the pause alone"
+    assert dict(sent)[4] == 1, "only the command from before the pause is refused"

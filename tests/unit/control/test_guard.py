@@ -1,4 +1,4 @@
-"""The guard alone: what leaves it is inside the limits, what was inside is untouched, and what is wrong is named."""
+"""Guard without a controller: results are inside the limits, valid input is unchanged, and errors name the fault."""
 
 import time
 from dataclasses import replace
@@ -18,11 +18,11 @@ REST = Motion(HOME, np.zeros(6), np.zeros(6))
 STEPS = 20
 
 
-def limits(mode: Mode = "clamp", **said: float) -> MotionLimits:
-    """At 20 actions a second, 25 units per action (the jaw: 12.5), unless ``said`` says otherwise."""
+def limits(mode: Mode = "clamp", **values: float) -> MotionLimits:
+    """Return limits of 25 units per action (the jaw: 12.5) at 20 actions per second, changed by ``values``."""
     joints = {}
     for name in TABLE.names:
-        numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | said
+        numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | values
         joints[name] = FileLimits(**numbers, origin="f")
     return create_motion_limits(TABLE, SafetySettings(safety=mode), file=joints)
 
@@ -37,7 +37,7 @@ def line(step: float, joint: int = 0, chunk: int = STEPS) -> np.ndarray:
     return plan
 
 
-def test_a_chunk_that_is_inside_passes_as_it_is() -> None:
+def test_a_chunk_inside_the_limits_is_unchanged() -> None:
     plan = line(2.0)
     judged = guard().judge(plan, REST)
     assert judged.actions is plan
@@ -45,7 +45,7 @@ def test_a_chunk_that_is_inside_passes_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "said", "reasons"),
+    ("plan", "values", "reasons"),
     [
         (line(2.0, joint=5) + 21, {}, {"position", "seam"}),
         (line(30.0, chunk=3), {}, {"seam", "velocity"}),
@@ -55,17 +55,17 @@ def test_a_chunk_that_is_inside_passes_as_it_is() -> None:
         (line(3.0), {"jerk": 20_000.0}, {"jerk"}),
     ],
 )
-def test_what_leaves_the_limits_is_brought_inside_and_counted_by_reason(plan, said, reasons) -> None:
-    judging = guard(limits(**said))
+def test_a_chunk_outside_is_clamped_and_counted_by_reason(plan, values, reasons) -> None:
+    judging = guard(limits(**values))
     judged = judging.judge(plan, REST)
     assert set(judged.clamped) == reasons
     assert judging.clamped.by_reason() == dict.fromkeys(sorted(reasons), 1)
     again = judging.judge(judged.actions, REST)
-    assert set(again.clamped) <= {"jerk"}, "what it makes of a chunk is inside"
+    assert set(again.clamped) <= {"jerk"}, "the clamped chunk is inside the limits"
     assert judging.stats()["clamped"]
 
 
-def test_only_the_joints_that_are_outside_are_changed() -> None:
+def test_only_joints_outside_their_limits_are_changed() -> None:
     judging = guard()
     plan = line(1.0)
     plan[:, 2] = 99
@@ -75,7 +75,7 @@ def test_only_the_joints_that_are_outside_are_changed() -> None:
     assert np.diff(judged.actions[:, 2], prepend=0)[:4] == pytest.approx([25, 25, 25, 24])
 
 
-def test_the_seam_is_measured_from_the_motion_before() -> None:
+def test_the_seam_is_measured_from_the_previous_motion() -> None:
     plan = line(10.0, chunk=10)  # 10, 20, ... 100
     moving = Motion(np.array([52, 0, 0, 0, 0, 50.0]), np.array([200.0, 0, 0, 0, 0, 0]), None, is_at_rest=False)
     assert guard().judge(plan, moving, 5).actions is plan
@@ -84,7 +84,7 @@ def test_the_seam_is_measured_from_the_motion_before() -> None:
     assert judged.actions[9, 0] == 77
     turned = guard(limits(acceleration=3000.0)).judge(plan, moving, 3)
     assert turned.clamped == ("acceleration",)
-    assert turned.actions[3, 0] == pytest.approx(54.5), "at most 7.5 less than the 10 that it moved before"
+    assert turned.actions[3, 0] == pytest.approx(54.5), "the step is at most 7.5 smaller than the 10 before"
 
 
 REFUSED = {
@@ -102,11 +102,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refused_chunk_names_a_joint_and_its_values(reason: str) -> None:
-    plan, said, words = REFUSED[reason]
-    judging = guard(limits("refuse", **said))
+    plan, values, message = REFUSED[reason]
+    judging = guard(limits("refuse", **values))
     judged = judging.judge(plan.astype(np.float32), REST)
     assert (judged.actions, judged.reason) == (None, reason)
-    assert words in judged.text
+    assert message in judged.text
     assert (judging.refused[reason], judging.clamped.total) == (1, 0)
 
 
@@ -117,17 +117,17 @@ def test_refuse_mode_clamps_small_excess_and_judges_the_past() -> None:
     judged = judging.judge(near, REST)
     assert judged.reason is None
     assert judged.actions[:, 0].max() == 100
-    assert judged.actions[0, 0] == 25, "it stood at 0"
+    assert judged.actions[0, 0] == 25, "the motion begins at 0"
     moving = replace(REST, is_at_rest=False)
     assert judging.judge(near, moving).reason == "seam"
     plan = line(0.0)
     plan[1, 0] = 90
     assert guard(limits("refuse")).judge(plan, REST, 5).reason == "velocity"
-    assert guard().judge(plan, REST, 5).actions is plan, "it is never done"
+    assert guard().judge(plan, REST, 5).actions is plan, "the action is never executed"
 
 
 @pytest.mark.parametrize("velocity", [500.0, 40.0])
-def test_a_pose_outside_the_range_refuses_no_chunk_that_begins_there(velocity: float) -> None:
+def test_a_chunk_that_begins_at_a_pose_outside_is_not_refused(velocity: float) -> None:
     judging = guard(limits("refuse", velocity=velocity))
     outside = np.array([-115, 0, 0, 0, 0, 50], np.float32)
     plan = np.repeat(outside[None], STEPS, axis=0)
@@ -135,7 +135,7 @@ def test_a_pose_outside_the_range_refuses_no_chunk_that_begins_there(velocity: f
     at_rest = judging.judge(plan, Motion(outside, np.zeros(6), np.zeros(6)))
     step = velocity / 20
     assert at_rest.actions[:3, 0] == pytest.approx([min(-115 + n * step, -100) for n in (1, 2, 3)])
-    for commanded in (-113, -100):  # on the way back, ahead of the measured pose
+    for commanded in (-113, -100):  # The command is on the way back, ahead of the measured pose.
         position = np.array([commanded, 0, 0, 0, 0, 50], np.float32)
         moving = Motion(position, np.zeros(6), None, is_at_rest=False, pose=outside)
         led = judging.judge(plan, moving)
@@ -146,7 +146,7 @@ def test_a_pose_outside_the_range_refuses_no_chunk_that_begins_there(velocity: f
 
 
 def ending(joint: int, value: float) -> np.ndarray:
-    """A plan at rest whose last action moves this joint to the value."""
+    """Return a plan at rest whose last action moves this joint to the value."""
     plan = line(0.0)
     plan[-1, joint] = value
     return plan[None]
@@ -159,27 +159,27 @@ FORMS = {
     "whole numbers": (np.zeros((1, STEPS, 6), np.int64), "shape", ""),
     "a NaN": (np.full((1, STEPS, 6), np.nan), "not_finite", ""),
     "infinite in float32": (np.full((1, STEPS, 6), 1e300), "not_finite", ""),
-    "no working policy": (ending(0, 301.0), "wild", "Rotation"),
+    "far above": (ending(0, 301.0), "wild", "Rotation"),
     "far below": (ending(3, -301.0), "wild", "Wrist_Pitch"),
     "jaw above": (ending(5, 201.0), "wild", "Jaw"),
     "jaw below": (ending(5, -101.0), "wild", "Jaw"),
-    "as large as numbers go": (ending(2, 1e30), "wild", "Elbow"),
+    "huge": (ending(2, 1e30), "wild", "Elbow"),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", ["clamp", "refuse"])
-def test_what_is_no_chunk_is_refused_in_every_mode(form: str, mode: Mode) -> None:
-    answer, reason, word = FORMS[form]
+def test_an_invalid_chunk_is_refused_in_every_mode(form: str, mode: Mode) -> None:
+    answer, reason, name = FORMS[form]
     judging = guard(limits(mode))
     wrong = judging.check_shape(answer)
     assert wrong[0] == reason
-    assert word in wrong[1]
+    assert name in wrong[1]
     assert judging.refused.by_reason() == {reason: 1}
     assert judging.check_shape(np.zeros((1, STEPS, 6), np.float32)) is None
 
 
-def test_a_command_is_held_to_the_step_and_the_range_of_its_tick() -> None:
+def test_a_command_is_limited_to_the_step_and_range_of_its_tick() -> None:
     judging = guard(rate=100)
     assert judging.limit(HOME + 4, HOME) is not HOME
     assert np.array_equal(judging.limit(HOME + 4, HOME)[:5], np.full(5, 4, np.float32))
@@ -191,24 +191,24 @@ def test_a_command_is_held_to_the_step_and_the_range_of_its_tick() -> None:
     assert judging.clamped["tick"] == 5
 
 
-def test_a_joint_that_is_outside_is_led_back_and_never_pushed_further() -> None:
+def test_a_joint_outside_returns_and_never_moves_further_out() -> None:
     judging = guard(limits(low=-10.0, high=10.0, velocity=40.0, acceleration=200.0))
     outside = Motion(np.array([30, -30, 0, 0, 0, 9.0]), np.zeros(6), np.zeros(6))
     plan = np.tile(np.array([90, -90, 0, 0, 0, 9], np.float32), (STEPS, 1))
     judged = judging.judge(plan, outside)
-    assert judged.actions[:8, 0] == pytest.approx([29.5, 28.5, 27, 25, 23, 21, 19, 17]), "ever faster, up to 2 a tick"
+    assert judged.actions[:8, 0] == pytest.approx([29.5, 28.5, 27, 25, 23, 21, 19, 17]), "steps grow to 2 per tick"
     assert judged.actions[:, 0].max() < 30
     assert judged.actions[:, 1].min() > -30
     assert judged.actions[-1, :2] == pytest.approx([10, -10])
     command = outside.position.astype(np.float32)
     assert judging.limit(plan[0], command)[:2] == pytest.approx([28, -28])
     back = judging.limit(judged.actions[0], command)
-    assert back[:2] == pytest.approx([29.5, -29.5]), "as smoothly as the chunk"
+    assert back[:2] == pytest.approx([29.5, -29.5]), "the command follows the smooth chunk"
     assert judging.clamped["tick"] == 1
 
 
 def test_100_000_random_chunks_leave_inside_all_limits() -> None:
-    """All at once: a joint does not care how many others there are, so a chunk of many joints is many chunks."""
+    """One chunk of 100,000 joints replaces 100,000 chunks, because each joint is clamped on its own."""
     random = np.random.default_rng(7)
     count, steps = 100_000, 24
     low = random.uniform(-100, 0, count)
@@ -234,10 +234,10 @@ def test_100_000_random_chunks_leave_inside_all_limits() -> None:
         assert (np.abs(changes) <= speed + tiny).all()
         assert (np.abs(bends) <= bent + 4 * tiny).all()
         inside = (wild == made).all(axis=0)
-        assert 0 < inside.sum() < count, "some were inside, some were not"
+        assert 0 < inside.sum() < count, "the sample has chunks inside and outside"
 
 
-def test_motion_that_was_inside_comes_out_the_same() -> None:
+def test_motion_inside_the_limits_is_unchanged() -> None:
     random = np.random.default_rng(8)
     count, steps = 5000, 30
     calm = np.cumsum(np.cumsum(random.uniform(-1, 1, (steps, count)), axis=0), axis=0)
@@ -249,9 +249,9 @@ def test_motion_that_was_inside_comes_out_the_same() -> None:
     assert np.allclose(made, calm, rtol=0, atol=1e-6)
 
 
-def test_judging_costs_little() -> None:
-    """Generous bounds for a loaded machine, of this process's own time; docs/robots/safety.md has the figures."""
-    table = JointTable([replace(SO100[0], name=f"j{place}", alias=None) for place in range(14)])
+def test_judging_a_chunk_takes_little_time() -> None:
+    """Bound the CPU time of this process, with a margin for a loaded machine. docs/robots/safety.md has figures."""
+    table = JointTable([replace(SO100[0], name=f"j{index}", alias=None) for index in range(14)])
     judging = Guard(create_motion_limits(table), rate=50, action_rate=50, chunk=100)
     rest = Motion(np.zeros(14), np.zeros(14), np.zeros(14))
     random = np.random.default_rng(9)
@@ -273,7 +273,7 @@ def test_judging_costs_little() -> None:
 
 
 def test_only_a_known_range_of_joints_or_data_makes_values_wild() -> None:
-    # A file may limit a joint to a small part of what its policy rightly requests.
+    # A file may limit a joint to a small part of the range that its policy uses.
     narrow = create_motion_limits(TABLE, file={"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")})
     assert guard(narrow).check_shape(ending(0, 90.0)) is None
     table = JointTable([Joint("a", 0), Joint("b", 1)])
@@ -287,7 +287,7 @@ def test_only_a_known_range_of_joints_or_data_makes_values_wild() -> None:
         assert (judging.check_shape(np.full((1, 1, 2), value, np.float32)) is not None) is is_wild
 
 
-def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
+def test_the_quick_check_of_a_chunk_agrees_with_the_full_check() -> None:
     random, judging = np.random.default_rng(0), guard()
     seen = set()
     for _ in range(300):
@@ -303,7 +303,7 @@ def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
     assert seen == {True, False}
 
 
-def test_a_float32_is_believed_where_it_would_be_as_a_float64() -> None:
+def test_a_float32_is_judged_like_the_same_float64() -> None:
     judging = guard()
     believed = []
     for end in judging.limits.believable.flat:

@@ -30,7 +30,7 @@ def test_both_sets_of_so100_names_are_accepted(sent: dict[str, float], values: d
     assert bool(update.dropped) is (5 not in values)
 
 
-def test_wire_names_go_out_with_their_index_and_within_range() -> None:
+def test_commands_use_wire_names_and_indices_and_stay_within_range() -> None:
     commands = JointTable(SO100).to_commands(np.array([-150, 150, 0.5, 1, 2, -3], np.float32))
     assert [(command.name, command.index) for command in commands] == list(zip(WIRE, range(6), strict=True))
     assert [command.value for command in commands] == [-100, 100, 0.5, 1, 2, 0]
@@ -43,7 +43,7 @@ def test_wire_names_go_out_with_their_index_and_within_range() -> None:
         *((value, "not_a_number") for value in ("1", None, True, [1])),
     ],
 )
-def test_what_is_no_finite_number_is_dropped_and_counted(value: object, reason: str) -> None:
+def test_values_that_are_not_finite_numbers_are_dropped_and_counted(value: object, reason: str) -> None:
     update = JointTable(SO100).read_update({"Jaw": value, "Pitch": 4})
     assert update.values == {1: 4}
     assert update.dropped == {reason: 1}
@@ -52,7 +52,7 @@ def test_what_is_no_finite_number_is_dropped_and_counted(value: object, reason: 
 def test_values_outside_the_range_are_kept_as_measured_and_sent() -> None:
     update = JointTable(SO100).read_update({"Jaw": -4.0, "Pitch": 120.5, "Elbow": 100, "Rotation": -115})
     assert update.values == {5: -4, 1: 120.5, 2: 100, 0: -115}
-    assert update.out_of_range == {1: 120.5}, "more than a tenth of its range outside"
+    assert update.out_of_range == {1: 120.5}, "the value is outside by more than a tenth of the range"
     pose = np.array([-115, 103, 0, 0, 0, -2], np.float32)
     commands = JointTable(SO100).to_commands(np.array([-130, 102, 150, -115, 1, -2], np.float32), pose)
     assert [command.value for command in commands] == [-115, 102, 100, -100, 1, -2]
@@ -69,7 +69,7 @@ def test_values_outside_the_range_are_kept_as_measured_and_sent() -> None:
         (("elbow", "wrist"), "elbow.vel", None),
     ],
 )
-def test_joints_have_lerobots_spellings_of_their_names(names: tuple[str, ...], sent: str, position: int | None) -> None:
+def test_joints_are_found_by_lerobots_spellings(names: tuple[str, ...], sent: str, position: int | None) -> None:
     table = JointTable([Joint(name, index) for index, name in enumerate(names)])
     assert table.find(sent) == position
     assert table.read_update({sent: 2.0}).values == ({} if position is None else {position: 2.0})
@@ -77,19 +77,19 @@ def test_joints_have_lerobots_spellings_of_their_names(names: tuple[str, ...], s
 
 
 @pytest.mark.parametrize("bad", [[0, 0, 0, 0, 0, math.nan], [0, math.inf, 0, 0, 0, 0], [0] * 5, [[0] * 6]])
-def test_a_command_that_is_not_finite_or_misshaped_is_never_made(bad: list[float]) -> None:
+def test_a_command_that_is_not_finite_or_misshaped_is_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="command has"):
         JointTable(SO100).to_commands(np.array(bad, np.float32))
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=6, max_size=6))
-def test_any_finite_command_comes_out_within_range(values: list[float]) -> None:
+def test_any_finite_command_is_limited_to_its_range(values: list[float]) -> None:
     for joint, command in zip(SO100, JointTable(SO100).to_commands(np.array(values, np.float32)), strict=True):
         assert joint.low <= command.value <= joint.high
 
 
 @given(st.dictionaries(st.sampled_from([*WIRE, *STANDARD, "x"]), st.floats() | st.integers() | st.text() | st.none()))
-def test_only_finite_values_are_kept_and_they_are_kept_unchanged(values: dict[str, object]) -> None:
+def test_only_finite_values_are_kept_and_stay_unchanged(values: dict[str, object]) -> None:
     update = JointTable(SO100).read_update(values)
     for position, value in update.values.items():
         assert math.isfinite(value)
@@ -113,14 +113,14 @@ def test_actions_by_position_are_numbered_and_have_no_ranges() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}.pos", "main_{}"])
-def test_a_checkpoint_may_have_so100_names_in_any_spelling_and_order(spelling: str) -> None:
+def test_a_checkpoint_may_spell_and_order_so100_names_freely(spelling: str) -> None:
     names = [spelling.format(name) for name in STANDARD]
     assert create_joint_table(6, checkpoint=names).names == WIRE
     command = create_joint_table(6, checkpoint=[names[5], *names[:5]]).to_commands(np.full(6, 55, np.float32))[0]
     assert (command.name, command.value, command.index) == ("Jaw", 55, 5)
 
 
-def test_names_come_from_the_checkpoint_else_from_the_request() -> None:
+def test_joint_names_come_from_the_checkpoint_or_the_request() -> None:
     assert create_joint_table(2, checkpoint=["a", "b"]).names == ("a", "b")
     assert create_joint_table(2, requested=["c", "d"]).names == ("c", "d")
     assert create_joint_table(2, checkpoint=["a", "b"], requested=["a", "b"]).names == ("a", "b")
@@ -139,12 +139,12 @@ def test_names_come_from_the_checkpoint_else_from_the_request() -> None:
         (["joint_1", "joint_2"], set()),
     ],
 )
-def test_grippers_are_known_by_their_names(names: Sequence[str], grippers: set[str]) -> None:
+def test_grippers_are_recognized_by_their_names(names: Sequence[str], grippers: set[str]) -> None:
     table = create_joint_table(len(names), checkpoint=names)
     assert {name for name, holds in zip(table.names, table.grippers, strict=True) if holds} == grippers
 
 
-def test_ranges_may_be_given_by_name_and_are_not_empty() -> None:
+def test_ranges_are_set_by_joint_name_and_must_not_be_empty() -> None:
     table = create_joint_table(2, requested=["a", "b"], ranges={"b": (-1, 1)})
     assert [command.value for command in table.to_commands(np.array([5, 5], np.float32))] == [5, 1]
     with pytest.raises(ValueError, match="is empty"):

@@ -1,4 +1,4 @@
-"""One controller per robot, however its server's address is written."""
+"""One controller per robot, for every spelling of the server address."""
 
 from dataclasses import dataclass
 
@@ -41,11 +41,11 @@ def test_one_robot_has_one_name_for_all_spellings_of_its_server(one: str, other:
         ("memory://", "w", "r"),
     ],
 )
-def test_other_robots_are_others(other: tuple[str, str, str]) -> None:
+def test_other_robots_have_other_names(other: tuple[str, str, str]) -> None:
     assert find_robot(*other) != find_robot("http://localhost:8000", "w", "r")
 
 
-def test_a_robot_is_commanded_by_one_session_until_it_is_given_back() -> None:
+def test_one_session_commands_a_robot_until_it_releases_it() -> None:
     class Successor(Holder):
         """A later session with the same id."""
 

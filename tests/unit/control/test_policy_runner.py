@@ -1,4 +1,4 @@
-"""A policy that takes over from another: its chunks, and which policy its failures count against."""
+"""Replacement of a policy: fades between chunks, and the policy that a failure counts against."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -35,12 +35,12 @@ async def engine() -> AsyncIterator[Engine]:
     await engine.close()
 
 
-async def test_every_answer_fades_from_the_old_plan_until_one_is_accepted(engine: Engine) -> None:
+async def test_answers_fade_from_the_old_plan_until_one_is_accepted(engine: Engine) -> None:
     runner = PolicyRunner(loaded(), engine=engine)
     assert (await runner.ask(request())).fade is None
     assert runner.take_over(loaded(), 3, at_once=True).done()
     dropped = await runner.ask(request())
-    runner.follow_up(dropped, TickResult())  # of an earlier motion
+    runner.follow_up(dropped, TickResult())  # The answer belongs to an earlier motion.
     again = await runner.ask(request())
     runner.follow_up(again, TickResult(is_accepted=True))
     after = await runner.ask(request())
@@ -48,7 +48,7 @@ async def test_every_answer_fades_from_the_old_plan_until_one_is_accepted(engine
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-async def test_a_failure_is_held_against_the_policy_that_was_asked(engine: Engine, is_replaced: bool) -> None:
+async def test_a_failure_counts_against_the_policy_that_was_asked(engine: Engine, is_replaced: bool) -> None:
     runner = PolicyRunner(loaded(failures=[ValueError("x")]), engine=engine)
     answer = await runner.ask(request())
     if is_replaced:

@@ -1,4 +1,4 @@
-"""Units of a measured state: what is held, what is only a warning, and what an arm may do in its own unit."""
+"""Units of a measured state: states that cause a hold, states that cause a warning, and states that pass."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from service.errors import UnitsDiffer
 NAMES = tuple(joint.name for joint in SO100)
 GRIPPERS = JointTable(SO100).grippers
 LOW, HIGH = np.array([joint.low for joint in SO100]), np.array([joint.high for joint in SO100])
-# As an SO-100 that picks up cubes has them: the wrist stays far from 0, and the jaw is never closed.
+# Statistics of an SO-100 that picks up cubes: the wrist stays far from 0, and the jaw is never closed.
 PERCENT = {
     "mean": (3, -4, 7, 78, -2, 36),
     "std": (17, 19, 23, 12, 12, 18),
@@ -25,8 +25,8 @@ def units(statistics=PERCENT, *, is_accepted: bool = False) -> StateUnits:
     return StateUnits(NAMES, statistics, is_accepted=is_accepted, grippers=GRIPPERS)
 
 
-def only(*names: str, of=PERCENT):
-    return {name: of[name] for name in names}
+def select(*names: str, statistics=PERCENT):
+    return {name: statistics[name] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def only(*names: str, of=PERCENT):
     [
         (PERCENT, np.full(6, 2048.0)),
         (PERCENT, np.array([2048, 900, 3000, 1500, 2048, 1200.0])),
-        (only("mean", "std"), np.full(6, 2048.0)),
+        (select("mean", "std"), np.full(6, 2048.0)),
         ({"q01": PERCENT["min"], "q99": PERCENT["max"]}, np.full(6, 2048.0)),
         ({"min": (-180,) * 6, "max": (180,) * 6}, np.full(6, 2048.0)),
         (RADIANS, np.array([0, -90, 90, 0, 0, 10.0])),
@@ -58,8 +58,8 @@ def test_the_refusal_names_joint_value_and_statistics() -> None:
     "statistics",
     [
         PERCENT,
-        only("mean", "std"),
-        # A joint that never moves in the data may rest anywhere.
+        select("mean", "std"),
+        # A joint that never moves in the data may be at any position.
         PERCENT | {"min": (0, -46, -76, 59, 0, 17), "max": (0, 37, 47, 100, 0, 63)},
         # Data that covers a fifth of the range.
         {"min": (-20, -20, -20, -20, -20, 0), "max": (20, 20, 20, 20, 20, 20)},
@@ -82,7 +82,7 @@ def test_no_pose_within_the_range_of_the_arm_is_refused(statistics) -> None:
         ({"min": (0.0,) * 8, "max": (1.0,) * 8}, "of 8 numbers"),
     ],
 )
-def test_without_usable_statistics_nothing_is_checked_and_stats_say_why(statistics, word: str) -> None:
+def test_unusable_statistics_are_reported_and_nothing_is_checked(statistics, word: str) -> None:
     unchecked = units(statistics)
     assert unchecked.describe().startswith("not checked: ")
     assert word in unchecked.describe()
@@ -91,7 +91,7 @@ def test_without_usable_statistics_nothing_is_checked_and_stats_say_why(statisti
     assert unchecked.find_small_joint(np.zeros(6), np.ones(6, bool)) is None
 
 
-def test_stats_say_whether_the_state_is_checked() -> None:
+def test_the_stats_report_whether_the_state_is_checked() -> None:
     assert units().describe() == "checked"
     assert units(is_accepted=True).describe().startswith("accepted")
 
@@ -106,7 +106,7 @@ def test_stats_say_whether_the_state_is_checked() -> None:
         ({"min": (-60, -60, -60, -60, -60, 0), "max": (60, 60, 60, 60, 60, 100)}, np.zeros(6), False),
     ],
 )
-def test_joints_that_may_be_in_radians_are_a_warning(statistics, state, is_warned: bool) -> None:
+def test_joints_that_may_be_in_radians_cause_a_warning(statistics, state, is_warned: bool) -> None:
     warning = units(statistics).warn_of_radians(state)
     assert (warning is not None) is is_warned
     if is_warned:

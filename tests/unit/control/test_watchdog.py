@@ -1,4 +1,4 @@
-"""Watchdogs with given times: what they find, and when it ends."""
+"""Watchdog with explicit times: conditions that it reports and the end of each condition."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ def watchdog(executed: float = 0.4, covered: float = 0.4, frame_age: float = 0.3
 
 
 def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
-    """Look at every tick from ``at`` to ``until``; the findings of the last look."""
+    """Check every tick from ``at`` to ``until`` and return the last report."""
     seen = {"observed_at": {}, **times}
     found = None
     for index in range(round((until - at) / PERIOD) + 1):
@@ -32,7 +32,7 @@ def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
 
 
 @pytest.mark.parametrize(
-    ("times", "code", "word"),
+    ("times", "code", "name"),
     [
         ({"observed_at": {"front": 0.0, "wrist": None}}, "camera_missing", "'wrist'"),
         ({"observed_at": {"front": 0.0}}, "camera_stale", "'front'"),
@@ -40,12 +40,12 @@ def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
         ({"is_pose_current": False}, "joints_missing", "joints"),
     ],
 )
-def test_an_unseen_robot_is_degraded_after_3_s_and_stopped_after_30(times, code, word) -> None:
+def test_an_unseen_robot_is_degraded_after_3_s_and_stopped_after_30(times, code, name) -> None:
     dog = watchdog()
     assert walk(dog, 2.98, **times).blind is None
     found = walk(dog, 3.04, 3.0, **times)
     assert found.blind.startswith(f"{code}: ")
-    assert word in found.blind
+    assert name in found.blind
     assert found.stop is None
     assert walk(dog, 30.0, 3.06, **times).stop is None
     stop = walk(dog, 30.06, 30.02, **times).stop
@@ -53,7 +53,7 @@ def test_an_unseen_robot_is_degraded_after_3_s_and_stopped_after_30(times, code,
     assert str(stop).startswith(f"{code}: ")
 
 
-def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None:
+def test_a_recovered_input_ends_blindness_and_restarts_its_time() -> None:
     dog = watchdog()
     assert walk(dog, 20.0, lost_rooms=("r",)).blind is not None
     assert walk(dog, 20.02, 20.02).blind is None
@@ -64,7 +64,7 @@ def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None
     assert (found.blind, found.stop, found.holds) == (None, None, {})
 
 
-def test_cameras_that_may_be_slow_are_given_more_time() -> None:
+def test_slow_cameras_get_more_time() -> None:
     slow, quick = watchdog(frame_age=10.0), watchdog(degraded_after=1, stop_after=2)
     assert (slow.degraded_after, slow.stop_after) == (20.0, 200.0)
     assert (quick.degraded_after, quick.stop_after) == (1, 2)
@@ -82,7 +82,7 @@ def test_a_process_that_paused_for_250_ms_holds_for_one_tick(frame_age: float) -
     assert dog.check(3.52, InputTimes({})).holds == {}
 
 
-def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
+def test_a_robot_at_two_ticks_per_second_does_not_pause_between_ticks() -> None:
     dog = Watchdog(SafetySettings(), frame_age=0.3, executed=2.0, covered=4.0, period=0.5)
     dog.begin(0.0)
     holds = [list(dog.check(now, InputTimes({})).holds) for now in (0.5, 1.0, 1.5, 2.3)]
@@ -112,11 +112,11 @@ def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
     assert stop.code == "bad_input"
     assert "20 joint values" in stop.text
     assert "unknown_joint 1" in stop.text
-    assert dog.note_bad_input({"unknown_joint": 1}, 200.41) is None, "it counts from anew"
+    assert dog.note_bad_input({"unknown_joint": 1}, 200.41) is None, "the count restarts after a stop"
     assert watchdog(bad_inputs=0).note_bad_input({"malformed": 10_000}, 0.0) is None
 
 
-def test_the_same_picture_for_two_seconds_is_frozen_and_a_warning() -> None:
+def test_the_same_picture_for_two_seconds_is_a_frozen_camera() -> None:
     dog = watchdog()
     picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
     for index in range(61):
@@ -135,12 +135,12 @@ def test_the_same_picture_for_two_seconds_is_frozen_and_a_warning() -> None:
     assert dog.get_warnings(4.5) == {}
 
 
-def test_a_change_of_one_point_is_found_before_a_camera_is_called_frozen() -> None:
+def test_a_change_of_one_pixel_prevents_a_frozen_camera() -> None:
     dog = watchdog()
     picture = np.zeros((480, 640, 3), np.uint8)
     for index in range(300):
         image = picture.copy()
-        image[1, 1, 0] = index % 256  # none of the points that are times at first
+        image[1, 1, 0] = index % 256  # The quick first comparison does not read this pixel.
         dog.note_frame("front", image, index / 30)
         assert not dog.frozen
 
@@ -168,8 +168,8 @@ PERCENT = {"min": (-33, -46, -76, 59, -26, 17), "max": (37, 37, 47, 100, 23, 63)
 
 
 @dataclass
-class Follower:
-    """A robot under a watchdog: what it is commanded, and what it measures for that, over time."""
+class WatchedRobot:
+    """Robot under a watchdog, with functions of time for its commands and its measured pose."""
 
     commanded: Callable[[float], np.ndarray]
     measured: Callable[[float], np.ndarray]
@@ -189,7 +189,7 @@ class Follower:
         self.units = StateUnits(NAMES, self.statistics, is_accepted=self.is_accepted, grippers=GRIPPERS)
 
     def run(self, until: float, *, is_moving: bool = True) -> WatchdogReport:
-        """Check every tick; returns the first report with a demand, else the last one."""
+        """Check every tick and return the first report with a hold or a stop, or else the last report."""
         report = WatchdogReport()
         while self.now < until:
             self.now = round(self.now + PERIOD, 3)
@@ -217,10 +217,10 @@ def late(now: float) -> np.ndarray:
     return POSE + 0.3 * (swing(max(now - 0.3, 0.0)) - POSE)
 
 
-@pytest.mark.parametrize("measured", [still, flicker], ids=["dead bridge", "arm without power"])
+@pytest.mark.parametrize("measured", [still, flicker], ids=["constant pose", "noise without power"])
 @pytest.mark.parametrize("spans", [SPANS, np.full(6, np.inf)], ids=["known ranges", "unknown ranges"])
 def test_joints_that_do_not_change_while_commands_move_them_hold(measured, spans) -> None:
-    robot = Follower(swing, measured, spans)
+    robot = WatchedRobot(swing, measured, spans)
     report = robot.run(5.0)
     assert list(report.holds) == ["joints_frozen"]
     assert 2.0 < robot.now < 2.8
@@ -236,31 +236,34 @@ def test_joints_that_do_not_change_while_commands_move_them_hold(measured, spans
         (swing, swing),
         (swing, late),
         (still, still),
-        (lambda now: swing(5 * now, by=1.5), still),  # a policy that dithers around its goal
-        (lambda now: POSE + 20, lambda now: POSE + min(now, 1.0)),  # kept off its goal by a load
-        (lambda now: swing(now, by=50, joint=5), still),  # a jaw that holds something
-        (lambda now: swing(now) if now < 3 else swing(3.0), lambda now: swing(min(now, 3.0))),  # at its goal
+        (lambda now: swing(5 * now, by=1.5), still),  # The policy dithers around its goal.
+        (lambda now: POSE + 20, lambda now: POSE + min(now, 1.0)),  # A load keeps the arm off its goal.
+        (lambda now: swing(now, by=50, joint=5), still),  # The jaw holds an object.
+        (
+            lambda now: swing(now) if now < 3 else swing(3.0),
+            lambda now: swing(min(now, 3.0)),
+        ),  # The arm arrives.
     ],
     ids=["follows", "follows late", "rests", "dithers", "loaded", "grips", "arrives"],
 )
 def test_joints_of_a_robot_at_its_goal_are_not_frozen(commanded, measured) -> None:
-    robot = Follower(commanded, measured)
+    robot = WatchedRobot(commanded, measured)
     assert robot.run(60.0) == WatchdogReport()
     assert robot.dog.get_warnings(60.0) == {}
 
 
 def test_dithering_and_held_joints_are_not_frozen() -> None:
     table = JointTable([Joint(name, index) for index, name in enumerate(NAMES)])
-    robot = Follower(lambda now: swing(5 * now, by=0.4), still)
+    robot = WatchedRobot(lambda now: swing(5 * now, by=0.4), still)
     robot.dog.joints = JointMotion(table, np.array([120.0, 2, 120, 60, 60, 100]))
     assert robot.run(20.0) == WatchdogReport()
-    robot = Follower(swing, still)
+    robot = WatchedRobot(swing, still)
     robot.run(1.0)
     assert robot.run(10.0, is_moving=False) == WatchdogReport()
 
 
-def test_a_hold_of_frozen_joints_ends_when_one_of_them_changes() -> None:
-    robot = Follower(swing, still)
+def test_a_hold_for_frozen_joints_ends_when_a_joint_changes() -> None:
+    robot = WatchedRobot(swing, still)
     assert list(robot.run(5.0).holds) == ["joints_frozen"]
     held = robot.now
     assert list(robot.run(held + 60, is_moving=False).holds) == ["joints_frozen"]
@@ -273,7 +276,7 @@ def test_a_hold_of_frozen_joints_ends_when_one_of_them_changes() -> None:
 
 
 def test_noise_does_not_end_the_hold_of_an_arm_without_power() -> None:
-    robot = Follower(swing, flicker)
+    robot = WatchedRobot(swing, flicker)
     assert list(robot.run(5.0).holds) == ["joints_frozen"]
     for _ in range(500):
         assert list(robot.run(robot.now + 1, is_moving=False).holds) == ["joints_frozen"]
@@ -284,7 +287,7 @@ def test_noise_does_not_end_the_hold_of_an_arm_without_power() -> None:
 
 @pytest.mark.parametrize("frozen", ["warn", "stop"])
 def test_frozen_joints_warn_or_stop_as_set(frozen: str) -> None:
-    robot = Follower(swing, still, frozen=frozen)
+    robot = WatchedRobot(swing, still, frozen=frozen)
     report = robot.run(5.0)
     assert report.holds == {}
     assert (report.stop and report.stop.code) == ("joints_frozen" if frozen == "stop" else None)
@@ -316,18 +319,18 @@ def both(now: float) -> np.ndarray:
         (both, share_of_jaw, "joint 'Jaw' moved by .* as with a gripper in 0..1"),
     ],
 )
-def test_a_spread_too_small_for_the_commands_holds_as_another_unit(commanded, measured, words: str) -> None:
-    robot = Follower(commanded, measured, statistics=PERCENT, frozen="warn")
+def test_motion_too_small_for_the_commands_is_another_unit(commanded, measured, words: str) -> None:
+    robot = WatchedRobot(commanded, measured, statistics=PERCENT, frozen="warn")
     report = robot.run(5.0)
-    assert list(report.holds) == ["joints_units"], "whatever --frozen says"
+    assert list(report.holds) == ["joints_units"], "the hold does not depend on --frozen"
     assert robot.now < 2.5
     assert re.search(words, report.holds["joints_units"])
     assert "the checkpoint's statistics are min" in report.holds["joints_units"]
-    accepted = Follower(commanded, measured, statistics=PERCENT, is_accepted=True, frozen="warn")
+    accepted = WatchedRobot(commanded, measured, statistics=PERCENT, is_accepted=True, frozen="warn")
     assert accepted.run(10.0).holds == {}
     robot.units = accepted.units
     robot.now += 0.2
-    assert robot.run(robot.now + 0.2).holds == {}, "a session that accepts it later goes on"
+    assert robot.run(robot.now + 0.2).holds == {}, "the session continues when it accepts the units"
 
 
 @pytest.mark.parametrize(
@@ -335,8 +338,8 @@ def test_a_spread_too_small_for_the_commands_holds_as_another_unit(commanded, me
     [(both, share_of_jaw, 5, 1), (swing, radians, 1, 5)],
     ids=["gripper in 0..1", "arm in radians"],
 )
-def test_only_joints_in_another_unit_end_its_hold(commanded, measured, joint: int, right_joint: int) -> None:
-    robot = Follower(commanded, measured, statistics=PERCENT)
+def test_only_joints_in_another_unit_end_their_hold(commanded, measured, joint: int, right_joint: int) -> None:
+    robot = WatchedRobot(commanded, measured, statistics=PERCENT)
     assert list(robot.run(5.0).holds) == ["joints_units"]
     rest = measured(robot.now)
     # The other joints still move to their last command when the hold begins.
@@ -349,16 +352,16 @@ def test_only_joints_in_another_unit_end_its_hold(commanded, measured, joint: in
     assert robot.run(robot.now + 0.2, is_moving=False).holds == {}
 
 
-def test_a_robot_near_zero_in_its_own_unit_moves_on() -> None:
+def test_a_robot_near_zero_in_its_own_unit_is_not_held() -> None:
     near = lambda now: swing(now) - POSE  # noqa: E731
-    assert Follower(near, near, statistics=PERCENT).run(60.0) == WatchdogReport()
-    assert Follower(swing, swing, statistics=PERCENT).run(60.0) == WatchdogReport()
+    assert WatchedRobot(near, near, statistics=PERCENT).run(60.0) == WatchdogReport()
+    assert WatchedRobot(swing, swing, statistics=PERCENT).run(60.0) == WatchdogReport()
 
 
-def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
+def test_a_pause_is_one_hold_even_if_inputs_queue_up() -> None:
     dog = watchdog()
     walk(dog, 1.0, observed_at={"front": 1.0}, requested_at=0.9)
-    # What the camera showed meanwhile comes bit by bit.
+    # The frames of the pause arrive one after the other.
     for now, observed_at in ((3.0, 1.0), (3.02, 2.69), (3.04, 2.9)):
         assert dog.check(now, InputTimes({"front": observed_at}, requested_at=0.9)).holds.keys() == {"paused"}
     walk(dog, 3.1, 3.06, observed_at={"front": 3.01}, requested_at=0.9)
@@ -366,7 +369,7 @@ def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
     assert dog.check(5.02, InputTimes({"front": 5.0}, requested_at=0.9)).holds == {}
 
 
-def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:
+def test_a_pause_hold_ends_even_if_the_camera_stays_silent() -> None:
     dog = watchdog()
     walk(dog, 1.0, observed_at={"front": 1.0})
     assert dog.check(3.0, InputTimes({"front": 1.0})).holds.keys() == {"paused"}

@@ -1,4 +1,4 @@
-"""What watchdogs do to a session that runs: it holds, is degraded, resumes, or is stopped until somebody resets it."""
+"""Effects of watchdogs on a running session: hold, degraded, resume, and stop until a reset."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from tests.unit.control.conftest import LENIENT
 pytestmark = pytest.mark.timed
 
 
-async def test_a_blind_robot_holds_is_degraded_and_resumes(rigged) -> None:
+async def test_a_blind_robot_holds_degrades_and_resumes(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dark = True
@@ -31,7 +31,7 @@ async def test_a_blind_robot_holds_is_degraded_and_resumes(rigged) -> None:
         assert rig.stats["watch"]["is_blind"]
         assert "camera 'front': no new frame" in session.status().error_message
         await asyncio.sleep(0.1)
-        assert len(rig.link.sent) == held, "nothing but the hold went out"
+        assert len(rig.link.sent) == held, "only the hold was sent"
         rig.is_dark = False
         await until(lambda: session.stage is Stage.RUNNING and len(rig.link.sent) > held + 5)
         assert session.status().error_message is None
@@ -78,13 +78,13 @@ async def test_motion_after_a_lost_link_needs_a_new_frame_and_a_new_pose(rigged)
         sent = len(rig.link.sent)
         assert session.robot_io.controller.queue.left
         await until(lambda: session.robot_io.controller.hold is not None)
-        assert session.robot_io.controller.queue.left == 0, "the plan from before is gone"
+        assert session.robot_io.controller.queue.left == 0, "the old plan is cleared"
         rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
         assert "no frame since a link was lost" in session.robot_io.buffer.not_ready(time.monotonic()).text
         rig.is_dark = False
         await asyncio.sleep(0.1)
         targets = [one.values["Rotation"] for one in rig.link.sent[sent:]]
-        assert set(targets) <= {1.0}, "only the measured pose went out"
+        assert set(targets) <= {1.0}, "only the measured pose was sent"
         rig.is_dumb = False
         await until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
 
@@ -97,12 +97,12 @@ async def test_a_robot_without_reports_holds_until_all_joints_arrive(rigged) -> 
         rig.link._inbox.on_event(RobotLeft(rig.link.rooms.joint_input))
         await until(lambda: rig.stats["hold_code"] == "joints_missing")
         await until(lambda: session.stage is Stage.DEGRADED)
-        assert rig.link.sent[-1].values == POSE, "whoever comes next holds nothing yet: its jaw is not told to close"
+        assert rig.link.sent[-1].values == POSE, "the next robot holds no object, so its jaw must not close"
         rig.is_dumb = False
         await until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 
 
-async def test_joints_far_outside_their_range_are_a_warning(rig) -> None:
+async def test_joints_far_outside_their_range_cause_a_warning(rig) -> None:
     await rig.sessions.create(NewSession("s", "policy", "memory://"))
     rig.link.deliver_joints({"Rotation": 2048.0, "Pitch": 101.0, "shoulder_lift": 101.0, "Jaw": -12.0})
     warning = rig.stats["warnings"]["joints_odd"]
@@ -123,20 +123,20 @@ async def test_joints_outside_their_range_reach_policy_and_hold_as_measured(rig)
     await rig.running()
     await until(lambda: rig.link.sent[-1].values["Rotation"] == -100)
     assert states[0] == list(rig.pose.values())
-    assert rig.link.sent[-1].values["Jaw"] == 100, "commands of the policy stay inside"
+    assert rig.link.sent[-1].values["Jaw"] == 100, "commands of the policy stay in range"
     assert rig.stats["joints_clamped"] == sum(rig.stats["safety"]["clamped_joints"].values()) > 0
     await rig.sessions.stop("s")
     assert rig.link.sent[-1].values == rig.pose, "a hold moves nothing"
 
 
-async def test_frozen_joints_hold_where_the_robot_was_sent_last(rigged) -> None:
+async def test_frozen_joints_hold_at_the_last_command(rigged) -> None:
     async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
         rig.policy = ScriptedPolicy(step=2.0)
         session = await rig.running()
         await until(lambda: rig.stats["hold_code"] == "joints_frozen")
         held = [one.values for one in rig.link.sent]
         await asyncio.sleep(0.15)
-        assert [one.values for one in rig.link.sent] == held, "where it was measured is not where it is"
+        assert [one.values for one in rig.link.sent] == held, "the measured pose is not the actual pose"
         assert held[-1]["Rotation"] > POSE["Rotation"] + 1
         await rig.sessions.stop("s")
         assert [one.values for one in rig.link.sent] == held
@@ -158,7 +158,7 @@ async def test_a_new_connection_ends_a_hold_of_frozen_joints(rigged, is_replaced
         count = len(rig.link.sent)
         rig.link._inbox.on_event(RobotLeft(rig.link.rooms.joint_input, is_replaced))
         await until(lambda: len(rig.link.sent) > count + 3)
-        # Its joints do not follow either, so it is held again.
+        # The joints do not follow the commands here either, so the robot is held again.
         await until(lambda: rig.stats["hold_code"] == "joints_frozen")
 
 
@@ -195,9 +195,9 @@ async def test_a_robot_in_servo_ticks_gets_no_command(rigged) -> None:
         await until(lambda: len(rig.link.sent) > 5)
         rig.pose = dict.fromkeys(LEARNED_NAMES, 2048.0)
         await until(lambda: rig.stats["hold_code"] == "joints_units")
-        await rig.sessions.emergency_stop("a hand", "s")
+        await rig.sessions.emergency_stop("smoke", "s")
         values = [value for one in rig.link.sent for value in one.values.values()]
-        assert max(values) < 100, "no command is made of a pose in another unit"
+        assert max(values) < 100, "a pose in another unit produces no command"
         assert session.stage is Stage.STOPPED
 
 
@@ -239,7 +239,7 @@ async def test_twenty_bad_joint_values_in_a_second_stop_the_robot(rig, values) -
     measured = session.robot_io.buffer.measured_joints()
 
     def deliver() -> None:
-        if values is None:  # a message that cannot be read
+        if values is None:  # The message cannot be parsed.
             session.robot_io.on_event(BadInput({"malformed": 1}))
         else:
             rig.link.deliver_joints(values)
@@ -252,7 +252,7 @@ async def test_twenty_bad_joint_values_in_a_second_stop_the_robot(rig, values) -
     assert session.stage is Stage.STOPPED
     assert rig.stats["stop_code"] == "bad_input"
     assert sum(rig.stats["inputs_dropped"].values()) == 20
-    assert rig.link.sent[-1].values == measured, "held where it was last measured"
+    assert rig.link.sent[-1].values == measured, "the hold is at the last measured pose"
 
 
 async def test_bad_input_stops_only_a_robot_that_moves(rig) -> None:
@@ -264,7 +264,7 @@ async def test_bad_input_stops_only_a_robot_that_moves(rig) -> None:
     assert rig.stats["watch"]["bad_inputs"] > 0
 
 
-async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) -> None:
+async def test_a_stop_from_a_room_is_kept_with_any_text(rig) -> None:
     session = await rig.running()
     rig.link.deliver_emergency_stop("\ud800no\n" + 9999 * "!", "\udfff")
     assert session.stage is Stage.STOPPED
@@ -295,10 +295,10 @@ async def test_a_stop_is_sent_as_soon_as_the_link_takes_it(rig) -> None:
     rig.link.is_choked = True
     await rig.sessions.stop("s")
     await asyncio.sleep(0.3)
-    told = len(rig.link.sent)
+    sent = len(rig.link.sent)
     rig.link.is_choked = False
     await until(lambda: rig.session.robot_io.controller.is_idle)
-    assert [each.values for each in rig.link.sent[told:]] == 4 * [POSE]
+    assert [each.values for each in rig.link.sent[sent:]] == 4 * [POSE]
     rig.link.is_choked = True
     await rig.sessions.stop("s")
     await until(lambda: rig.session.robot_io.controller.is_idle)
@@ -309,28 +309,28 @@ async def test_a_failing_event_listener_does_not_delay_a_stop(rigged) -> None:
         session = await rig.running()
         held: list[bool] = []
 
-        def tell(event: str, about: dict[str, object]) -> None:
+        def publish(event: str, about: dict[str, object]) -> None:
             if event != "session.deleted":
                 held.append(session.robot_io.controller.is_running)
                 raise RuntimeError("out of order")
 
-        rig.sessions._publish = tell
+        rig.sessions._publish = publish
         other = await rig.sessions.create(NewSession("other", "policy", "memory://", rate=50))
         assert await rig.sessions.emergency_stop("both") == ["s", "other"]
         assert {session.is_latched, other.is_latched} == {True}
-        assert held == [True, False, False]  # the other one is made, then both are stopped
+        assert held == [True, False, False], "the second session is created, then both are stopped"
         assert rig.transport.links[0].sent[-1].values == POSE
 
 
-async def test_words_of_a_person_are_no_code(rig) -> None:
+async def test_text_of_a_person_is_not_parsed_as_a_stop_code(rig) -> None:
     await rig.running()
-    await rig.sessions.emergency_stop("careful: a hand", "s")
-    assert (rig.stats["stop_code"], rig.stats["emergency_stop"]) == ("asked", "careful: a hand")
+    await rig.sessions.emergency_stop("careful: smoke", "s")
+    assert (rig.stats["stop_code"], rig.stats["emergency_stop"]) == ("asked", "careful: smoke")
 
 
-async def test_a_policy_of_two_observations_gets_its_own_step_apart(rigged) -> None:
+async def test_two_observations_of_a_policy_are_one_policy_step_apart(rigged) -> None:
     class Looking(ScriptedPolicy):
-        """Notes how many pictures of the robot (one every 10 ms) lie between the two that it looks at."""
+        """Policy that records the number of frames (one every 10 ms) between its two observations."""
 
         def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
             before, now = observation["observation.images.front"][0, :, 0, 0, 0].astype(int)
@@ -342,11 +342,11 @@ async def test_a_policy_of_two_observations_gets_its_own_step_apart(rigged) -> N
         rig.policies["policy"] = Looking(replace(SO100_REQUIREMENTS, rate=10.0, observation_steps=2, action_steps=2))
         session = await rig.running(rate=50)
         await until(lambda: len(apart) > 5)
-        assert apart[0] <= 2, "at its start there is none before, and the first one stands in for it"
+        assert apart[0] <= 2, "at the start, the first observation is used twice"
         assert 5 <= max(apart[-2:]) <= 30, apart
         await rig.sessions.stop("s")
         await rig.sessions.start("s")
         count = len(apart)
         await until(lambda: len(apart) > count)
-        assert apart[count] <= 2, "nor after another one"
+        assert apart[count] <= 2, "after a restart, the first observation is used twice"
         assert session.stage is Stage.RUNNING

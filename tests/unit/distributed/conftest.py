@@ -1,4 +1,4 @@
-"""A policy's folder, which nobody loads."""
+"""Fixture: the folder of a policy that is never loaded."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Policy artifacts: what is packed, sent, checked on arrival and cached."""
+"""Policy artifacts: packing, transfer, verification and cache."""
 
 import os
 import threading
@@ -62,7 +62,7 @@ def test_the_hash_covers_names_contents_and_boundaries_of_files(tmp_path: Path) 
     assert len(set(shas)) == 4
 
 
-def test_only_files_of_policies_are_packed(folder: Path) -> None:
+def test_only_policy_files_are_packed(folder: Path) -> None:
     write(folder, {"keys.txt": b"secret", "run.py": b"print()"})
     (folder / "nested.json").mkdir()
     assert set(pack(folder, same).pieces) == set(FILES)
@@ -88,7 +88,7 @@ def test_orbax_weights_are_refused_before_anything_is_sent(folder: Path) -> None
         "model-0/../-of-00001.safetensors",
     ],
 )
-def test_files_of_other_names_are_refused(name: str, folder: Path, cache: Path) -> None:
+def test_files_with_other_names_are_refused(name: str, folder: Path, cache: Path) -> None:
     assert not is_policy_file(name)
     artifact = PolicyArtifact(pack(folder, same).sha, (("config.json", 2), (name, 1)), {name: (b"x",)})
     with pytest.raises(CheckpointError, match="no file of a policy"):
@@ -111,7 +111,9 @@ def fail(piece: bytes) -> bytes:
     ("get", "error", "text"),
     [(lambda piece: piece[:-1], CheckpointError, "changed while they were sent"), (fail, OSError, "No space left")],
 )
-def test_failed_fetch_leaves_nothing(folder: Path, cache: Path, get: Any, error: type[Exception], text: str) -> None:
+def test_a_failed_fetch_leaves_no_folder(
+    folder: Path, cache: Path, get: Any, error: type[Exception], text: str
+) -> None:
     artifact = pack(folder, same)
     with pytest.raises(error, match=text):
         unpack(artifact, cache, get)
@@ -119,9 +121,9 @@ def test_failed_fetch_leaves_nothing(folder: Path, cache: Path, get: Any, error:
     assert read(unpack(artifact, cache, same)) == FILES
 
 
-def test_only_a_folder_with_exactly_these_files_matches(folder: Path) -> None:
+def test_a_folder_with_exactly_these_files_matches(folder: Path) -> None:
     artifact = pack(folder, same)
-    write(folder, {"notes.txt": b"not of the policy"})
+    write(folder, {"notes.txt": b"unrelated"})
     assert artifact.matches(folder)
     assert not artifact.matches(folder / "nowhere")
     write(folder, {"tokenizer.json": b"{}"})
@@ -133,7 +135,7 @@ def test_only_a_folder_with_exactly_these_files_matches(folder: Path) -> None:
     assert not artifact.matches(folder)
 
 
-def test_a_policy_is_fetched_once_and_again_when_it_is_damaged(folder: Path, cache: Path) -> None:
+def test_a_policy_is_fetched_once_and_again_if_it_is_damaged(folder: Path, cache: Path) -> None:
     artifact, fetched = pack(folder, same), list[bytes]()
 
     def get(piece: bytes) -> bytes:
@@ -155,7 +157,7 @@ def test_a_cache_that_cannot_be_created_is_an_error(folder: Path, cache: Path) -
         unpack(pack(folder, same), cache, same)
 
 
-def test_one_of_two_at_once_fetches(folder: Path, cache: Path) -> None:
+def test_two_concurrent_requests_fetch_once(folder: Path, cache: Path) -> None:
     artifact, counts = pack(folder, same), list[int]()
 
     def fetch() -> None:
@@ -163,11 +165,11 @@ def test_one_of_two_at_once_fetches(folder: Path, cache: Path) -> None:
         unpack(artifact, cache, lambda piece: fetched.append(piece) or piece)
         counts.append(len(fetched))
 
-    both = [threading.Thread(target=fetch) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(60)
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     assert sorted(counts) == [0, len(FILES)]
     assert read(cache / artifact.sha) == FILES
 
@@ -197,12 +199,12 @@ def test_folders_in_use_are_not_deleted(folder: Path, cache: Path, monkeypatch: 
 def test_a_folder_that_vanishes_during_the_deletion_is_not_an_error(folder: Path, cache: Path) -> None:
     ended = threading.Event()
 
-    def come_and_go() -> None:
+    def create_and_delete() -> None:
         while not ended.is_set():
             (cache / ".part-x").mkdir(parents=True, exist_ok=True)
             (cache / ".part-x").rmdir()
 
-    thread = threading.Thread(target=come_and_go)
+    thread = threading.Thread(target=create_and_delete)
     thread.start()
     try:
         for number in range(50):

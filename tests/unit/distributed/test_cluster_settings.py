@@ -1,4 +1,4 @@
-"""The flags of a cluster, and what is said where Ray is not installed."""
+"""Settings of a cluster, and the error if Ray or asyncpg is not installed."""
 
 import sys
 
@@ -11,12 +11,12 @@ from service.settings import Settings, load_settings
 
 
 @pytest.mark.parametrize("engine", ["local", "ray-local", "ray-auto", "ray://10.0.0.5:10001"])
-def test_where_engines_may_be(engine: str) -> None:
+def test_each_location_of_engines_is_accepted(engine: str) -> None:
     assert load_settings({"engine": engine}).cluster.engine == engine
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ({"engine": "ray"}, "wanted local, ray-local, ray-auto or ray://HOST:PORT"),
         ({"engine": "ray://user@host:1"}, "wanted local, ray-local"),
@@ -30,8 +30,8 @@ def test_where_engines_may_be(engine: str) -> None:
         ({"front_url": "ftp://10.0.0.5"}, "wanted http://HOST:PORT"),
     ],
 )
-def test_what_cannot_be_says_what_can(flags: dict[str, str], says: str) -> None:
-    with pytest.raises(SettingsError, match=says.replace("://", ".*")):
+def test_an_invalid_setting_names_the_accepted_values(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message.replace("://", ".*")):
         load_settings(flags)
 
 
@@ -40,7 +40,7 @@ def test_resources_are_read_from_a_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "settings", "says"),
+    ("driver", "settings", "message"),
     [
         (
             "asyncpg",
@@ -50,13 +50,13 @@ def test_resources_are_read_from_a_flag() -> None:
         ("ray", {"engine": "ray-local"}, r"engine: ray-local needs Ray .*pip install -e '\.\[ray\]'"),
     ],
 )
-def test_missing_driver_is_named(driver, settings, says, monkeypatch) -> None:
-    # What imports a driver, and is imported only by servers that need one, is imported anew, and put back afterwards.
+def test_a_missing_driver_is_named(driver, settings, message, monkeypatch) -> None:
+    # Modules that import a driver are removed so that they are imported again, and restored after the test.
     for parent, module in ((service, "distributed"), (service.api, "redirects")):
         if module in vars(parent):
             monkeypatch.setattr(parent, module, vars(parent)[module])
         for name in [name for name in sys.modules if name.startswith(f"{parent.__name__}.{module}")]:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, driver, None)
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=message):
         create_app(Settings.from_values(**settings, state="off"))

@@ -31,14 +31,14 @@ async def connect(
     answer_now: Callable[[str, tuple[Any, ...]], Any] = lambda method, arguments: None,
     **options: Any,
 ) -> AsyncIterator[Any]:
-    """Connect a server's end, which is returned with its memory, to an engine's end with these answers."""
-    ours, theirs = socket.socketpair()
+    """Connect a server to an engine with these answers; yield both connections and both memories."""
+    server_end, engine_end = socket.socketpair()
     calls, answers = make_memory(), make_memory()
     engine = Connection(make_codec(answers, calls, copies=False), answer=answer, answer_now=answer_now)
     server = Connection(make_codec(calls, answers, copies=True), **options)
     loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: engine, sock=theirs)
-    await loop.create_unix_connection(lambda: server, sock=ours)
+    await loop.create_unix_connection(lambda: engine, sock=engine_end)
+    await loop.create_unix_connection(lambda: server, sock=server_end)
     try:
         yield server, engine, calls, answers
     finally:
@@ -80,12 +80,12 @@ async def test_arrays_arrive_whole_and_leave_the_memory_free(count: int) -> None
             (answer,) = await server.call("act", frames)
             np.testing.assert_array_equal(answer["state"], frames["state"])
             assert answer["task"][0] == "pick"
-            answer["state"][:] = 0.0  # It can be written to.
-        await server.call("act")  # the release of the last answer has arrived before
+            answer["state"][:] = 0.0  # The array is writable.
+        await server.call("act")  # This call is answered after the release of the last answer.
         assert [memory.allocate(SIZE) for memory in (calls, answers)] == [0, 0]
 
 
-async def test_only_a_call_that_arrives_alone_is_answered_at_once() -> None:
+async def test_only_a_single_call_is_answered_at_once() -> None:
     def answer_now(method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "raise":
             raise TypeError
@@ -109,7 +109,7 @@ async def test_result_of_an_inference_does_not_depend_on_shared_memory() -> None
     assert isinstance(first, InferenceResult)
     assert (first.chunk == 1).all()
     assert first.batch == 2
-    first.chunk[:] = 3.0  # It can be written to.
+    first.chunk[:] = 3.0  # The array is writable.
 
 
 async def test_unexpected_error_is_a_fault_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +149,7 @@ async def test_events_arrive_in_order() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), np.array([object()]), {1, 2}, 1 << 80])
-async def test_other_values_are_refused_before_they_are_sent(value: Any) -> None:
+async def test_unsupported_values_are_refused_before_they_are_sent(value: Any) -> None:
     async with connect(echo) as (server, _, calls, _):
         with pytest.raises((MessageError, OverflowError)):
             server.call("any", np.zeros(SHARED_BYTES, np.uint8), value)
@@ -165,15 +165,15 @@ async def test_other_values_are_refused_before_they_are_sent(value: Any) -> None
         struct.pack("<I", 1) + msgpack.packb(5),
         struct.pack("<I", 3) + msgpack.packb([1, 77]),
     ],
-    ids=["too long", "not msgpack", "no list", "no such call"],
+    ids=["too long", "not msgpack", "not a list", "unknown call"],
 )
 async def test_malformed_message_closes_the_connection(data: bytes) -> None:
-    ours, theirs = socket.socketpair()
+    server_end, engine_end = socket.socketpair()
     lost = asyncio.Event()
     connection = Connection(make_codec(make_memory(), make_memory(), copies=True), on_lost=lost.set)
-    await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
-    with theirs:
-        theirs.sendall(data)
+    await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=server_end)
+    with engine_end:
+        engine_end.sendall(data)
         await asyncio.wait_for(lost.wait(), 5)
     assert not connection.is_open
 
@@ -196,7 +196,7 @@ def test_memory_is_reused_in_any_order() -> None:
     assert memory.allocate(1) is None
 
 
-@pytest.mark.parametrize("place", [(-1, 8), (0, -1), (SIZE - 4, 8)])
-def test_view_stays_inside_of_the_memory(place: tuple[int, int]) -> None:
+@pytest.mark.parametrize("span", [(-1, 8), (0, -1), (SIZE - 4, 8)])
+def test_a_view_outside_of_the_memory_is_refused(span: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="is outside of"):
-        make_memory().view(*place)
+        make_memory().view(*span)

@@ -1,4 +1,4 @@
-"""Ends of an engine's process that it decides on itself."""
+"""Conditions under which an engine ends its own process."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Which engines are started for which devices, and what their processes know."""
+"""Engines per device, and the environment of their processes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The queue of forward passes and the host of their models, with a scripted model in this process."""
+"""Queue of forward passes and host of the models, with a scripted model in this process."""
 
 import asyncio
 import io
@@ -29,7 +29,7 @@ JSON, NPZ = ARRAY_FORMATS[0], ARRAY_FORMATS[1]
 
 @dataclass
 class ScriptedModel:
-    """Adds one, after the events that a test waits with."""
+    """Model that adds one, after the events that a test sets."""
 
     seconds: float = 0.0
     memory: int = 0
@@ -43,7 +43,7 @@ class ScriptedModel:
     most_at_once: int = 0
     at_once: int = 0
     threads: set[str] = field(default_factory=set)
-    seen: list[float] = field(default_factory=list)
+    inputs: list[float] = field(default_factory=list)
     timings: Mapping[str, float] = field(
         default_factory=lambda: {"to_device": 0.001, "compute": 0.002, "to_host": 0.003}
     )
@@ -83,14 +83,14 @@ class ScriptedModel:
         if self.gate is not None:
             assert self.gate.wait(20)
         self.at_once -= 1
-        self.seen.append(float(inputs["x"].flat[0]))
+        self.inputs.append(float(inputs["x"].flat[0]))
         if self.failure is not None:
             raise self.failure
         return {"sample": inputs["x"] + np.float32(1)}
 
 
 class Rig:
-    """Models in this process, and their queue."""
+    """Model server with one scripted model in this process."""
 
     def __init__(self, model: ScriptedModel, answer_deadline: float = 20.0, **limits: Any):
         self.model = model
@@ -106,12 +106,12 @@ class Rig:
         return await self.raw([body[:5], body[5:]], answer)
 
     async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> ForwardResult:
-        with ExitStack() as held:
-            held.enter_context(self.models.reserve_slot())
-            return await self.models.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), held)
+        with ExitStack() as stack:
+            stack.enter_context(self.models.reserve_slot())
+            return await self.models.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), stack)
 
     async def until_free(self) -> None:
-        """Nothing is done for any request any more."""
+        """Wait until no request holds a slot."""
         await until(lambda: not self.models._reserved, within=30.0)
 
     async def close(self) -> None:
@@ -126,7 +126,7 @@ async def rig_of() -> AsyncIterator[Callable[..., Any]]:
         rigs.append(Rig(model or ScriptedModel(), **limits))
         await rigs[-1].models.load()
         rigs[-1].model.began.clear()
-        rigs[-1].model.seen.clear()
+        rigs[-1].model.inputs.clear()
         return rigs[-1]
 
     yield make
@@ -137,8 +137,8 @@ async def rig_of() -> AsyncIterator[Callable[..., Any]]:
         await rig.close()
 
 
-async def event(of: threading.Event) -> None:
-    assert await asyncio.to_thread(of.wait, 30)
+async def wait_for(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 30)
 
 
 def outputs(forwarded: ForwardResult) -> Any:
@@ -165,17 +165,17 @@ async def test_new_shapes_are_compiled_once(rig_of):
     assert (facts["source"], facts["stats"]["compiles"], facts["stats"]["forwards"]) == ("a/folder", 1, 2)
 
 
-async def test_passes_run_one_at_a_time_in_order(rig_of):
+async def test_forward_passes_run_one_at_a_time_in_order(rig_of):
     rig = await rig_of()
     await asyncio.gather(*(rig.forward(float(number)) for number in range(4)))
-    assert (rig.model.most_at_once, rig.model.seen) == (1, [0.0, 1.0, 2.0, 3.0])
+    assert (rig.model.most_at_once, rig.model.inputs) == (1, [0.0, 1.0, 2.0, 3.0])
 
 
 async def test_an_abandoned_pass_keeps_its_slot_until_it_ends(rig_of):
     rig = await rig_of(max_forwards=1)
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
-    await event(rig.model.began)
+    await wait_for(rig.model.began)
     forward.cancel()
     with pytest.raises(asyncio.CancelledError):
         await forward
@@ -192,13 +192,13 @@ async def test_clients_that_leave_cause_no_second_compile(rig_of):
     compiles = rig.model.compiles
     for size in (2, 3, 4):
         forward = asyncio.create_task(rig.forward(size=size))
-        await event(rig.model.began)  # the first one
+        await wait_for(rig.model.began)
         await asyncio.sleep(0.05)
         forward.cancel()
         await asyncio.gather(forward, return_exceptions=True)
     rig.model.compile_gate.set()
     await rig.until_free()
-    # Only the first pass had begun; the others were dropped while they waited.
+    # Only the first pass has begun. The other passes are dropped from the queue.
     assert rig.model.compiles == compiles + 1
 
 
@@ -214,7 +214,7 @@ async def test_a_pass_that_takes_too_long_is_abandoned(rig_of):
     assert outputs(await rig.forward()) == [[2.0]]
 
 
-async def test_a_pass_that_does_not_end_gets_its_process_killed(rig_of):
+async def test_the_process_of_a_pass_that_does_not_end_is_killed(rig_of):
     rig = await rig_of(answer_deadline=0.1)
     rig.model.gate = threading.Event()
     kills: list[str] = []
@@ -242,21 +242,21 @@ async def test_a_long_answer_arrives_in_pieces(rig_of):
         ({"answer": 1 << 17}, NPZ, r"131072 bytes, and 65536 are allowed \(max_forward_bytes\)"),
     ],
 )
-async def test_what_would_take_too_much_is_refused_before_it_is_compiled(rig_of, more, answer, text):
+async def test_a_request_over_a_limit_is_refused_before_the_compilation(rig_of, more, answer, text):
     rig = await rig_of(ScriptedModel(**more))
     with pytest.raises(TooLarge, match=text):
         await rig.forward(size=9, answer=answer)
     assert not rig.model.began.is_set()
 
 
-async def test_a_long_answer_is_refused_in_json_and_given_otherwise(rig_of):
+async def test_a_long_answer_is_refused_in_json_but_not_in_npz(rig_of):
     rig = await rig_of(ScriptedModel(answer=1 << 21), max_forward_bytes=1 << 22)
     with pytest.raises(TooLarge, match=r"524288 numbers, and 262144 are allowed in JSON.*application/x-npz"):
         await rig.forward()
     await rig.forward(answer=NPZ)
 
 
-async def test_a_model_that_raises_tells_its_kind_and_the_log_the_rest(rig_of, caplog):
+async def test_an_error_of_a_model_shows_its_type_and_the_log_has_details(rig_of, caplog):
     rig = await rig_of()
     rig.model.failure = RuntimeError("secret of /root")
     with caplog.at_level(logging.ERROR), pytest.raises(ModelFailed, match="RuntimeError") as caught:
@@ -268,7 +268,7 @@ async def test_a_model_that_raises_tells_its_kind_and_the_log_the_rest(rig_of, c
     assert rig.models.get("m").errors == 1
 
 
-async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
+async def test_values_that_json_cannot_express_are_sent_as_npz(rig_of):
     rig = await rig_of()
     rig.model.forward = lambda inputs: {"sample": np.full((1, 1), np.inf, np.float32)}
     with pytest.raises(ModelFailed, match="ask for npz"):
@@ -283,7 +283,7 @@ async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
         (MemoryError("/root/secret"), r"model 'm' cannot be loaded \(MemoryError\)"),
     ],
 )
-async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
+async def test_a_model_that_cannot_be_loaded_states_the_reason(failure, text):
     rig = Rig(ScriptedModel())
 
     def example(batch: int = 1, seed: int = 0) -> Any:
@@ -301,7 +301,7 @@ async def test_closing_does_not_wait_for_a_pass_that_hangs(rig_of, pauses):
     rig = await rig_of()
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
-    await event(rig.model.began)
+    await wait_for(rig.model.began)
     began = time.monotonic()
     await rig.models.close()
     assert pauses.running(began) < 3

@@ -1,4 +1,4 @@
-"""A policy in an engine elsewhere stands where one of this process stands."""
+"""Policy in a remote engine, used like a policy of this process."""
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -22,7 +22,7 @@ SIZES = {"front": (48, 64)}
 
 
 class Engines:
-    """Of this process; each has what it was sent."""
+    """Double of the engine set, which records the artifacts that each engine receives."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -102,7 +102,7 @@ def policy(engines: Engines, folder: Path) -> RemotePolicy:
     return make_loader(engines)(str(folder))
 
 
-def test_its_files_go_where_it_is_loaded_and_a_like_policy_is_named(engines: Engines, folder: Path) -> None:
+def test_a_load_sends_the_files_and_the_handle_of_a_like_policy(engines: Engines, folder: Path) -> None:
     policy = make_loader(engines)(str(folder))
     assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.artifacts[0].sha)
     assert engines.artifacts[0].path == str(folder)
@@ -113,13 +113,13 @@ def test_its_files_go_where_it_is_loaded_and_a_like_policy_is_named(engines: Eng
     assert engines.likes == [None, policy.handle, None]
 
 
-def test_missing_folder_is_refused_before_engines_load_it(engines: Engines, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_before_engines_load_it(engines: Engines, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
         make_loader(engines)(str(tmp_path / "none"))
     assert engines.calls == []
 
 
-def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> None:
+def test_a_copy_uses_the_same_files(engines: Engines, policy: RemotePolicy) -> None:
     other = policy.on("two")
     assert (other.device, other.handle) == ("two", policy.handle)
     assert engines.artifacts[0] is engines.artifacts[1]
@@ -132,7 +132,7 @@ def test_idle_engines_load_at_once_and_update_in_turn(engines: Engines, folder: 
     policy = make_loader(engines)(str(folder))
     assert engines.calls == [("one", "load"), ("two", "load"), ("three", "load")]
     assert [policy.on(engine).device for engine in ("two", "three")] == ["two", "three"]
-    assert len(engines.calls) == 3, "what was begun is taken"
+    assert len(engines.calls) == 3, "a copy uses the load that has begun"
     update = make_loader(engines)(str(folder), like=policy)
     assert engines.calls[3:] == [("one", "load")]
     update.on("two")
@@ -143,7 +143,7 @@ def test_idle_engines_load_at_once_and_update_in_turn(engines: Engines, folder: 
 @pytest.mark.parametrize(
     "why", [Refusal("policy", "out of memory"), Refusal("engine", "its disk is full"), DeviceGone("it ended")]
 )
-def test_where_one_cannot_have_it_another_is_asked_in_its_place(engines: Engines, folder: Path, why: Any) -> None:
+def test_another_engine_loads_the_policy_if_one_fails(engines: Engines, folder: Path, why: Any) -> None:
     engines.idle, engines.answers["one load"] = ("two",), why
     policy = make_loader(engines)(str(folder))
     assert policy.device == "two"
@@ -151,19 +151,19 @@ def test_where_one_cannot_have_it_another_is_asked_in_its_place(engines: Engines
     with pytest.raises(DeviceGone, match=f"one: {text}"):
         policy.on("one")
     assert engines.not_ready == [("one", policy.handle, text)]
-    assert engines.calls == [("one", "load"), ("two", "load")], "the same failure is not had twice"
+    assert engines.calls == [("one", "load"), ("two", "load")], "the failed load is not repeated"
     del engines.answers["one load"]
     assert policy.on("one").device == "one"
 
 
-def test_of_an_error_whose_text_may_hold_anything_only_its_kind_is_said(engines: Engines, policy: RemotePolicy) -> None:
+def test_an_unexpected_error_shows_only_its_type(engines: Engines, policy: RemotePolicy) -> None:
     engines.answers["two load"] = ValueError("a secret")
     with pytest.raises(DeviceGone, match=r"two: \(ValueError\)"):
         policy.on("two")
     assert "secret" not in str(engines.not_ready)
 
 
-def test_update_that_one_engine_cannot_load_is_refused(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
+def test_an_update_that_one_engine_cannot_load_is_refused(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
     update = make_loader(engines)(str(folder), like=policy)
     engines.answers["two load"] = Refusal("policy", "out of memory")
     with pytest.raises(CheckpointError, match=r"^two: out of memory$"):
@@ -173,7 +173,7 @@ def test_update_that_one_engine_cannot_load_is_refused(engines: Engines, policy:
         update.on("two")
 
 
-def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, folder: Path) -> None:
+def test_an_error_of_the_policy_has_priority_if_no_engine_loads_it(engines: Engines, folder: Path) -> None:
     engines.idle = ("two", "three")
     engines.answers |= {"one load": DeviceGone("it ended"), "load": Refusal("policy", "config.json: no such type")}
     with pytest.raises(CheckpointError, match=r"^config.json: no such type$"):
@@ -184,9 +184,11 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
     assert engines.not_ready == []
 
 
-def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_for_the_slowest_engine(
+    engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_loader, "POLL_PERIOD", 0.001)
-    engines.idle, told = ("two",), []
+    engines.idle, words = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter(
         [
@@ -202,20 +204,22 @@ def test_progress_is_of_the_slowest_engine(engines: Engines, folder: Path, monke
         engines.stages = next(stages) if engine == "one" else engines.stages
         return slow[engine]
 
-    def tell(word: str) -> None:
-        told.append(word)
-        if len(told) > 1:
+    def report(word: str) -> None:
+        words.append(word)
+        if len(words) > 1:
             engines.stages = next(stages, {})
-        if len(told) == 5:  # downloads are not: reading the folder here, and four times what engines do
-            for one in slow.values():
-                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, {frozenset(SIZES.items()): 0.125}))
+        if len(words) == 5:  # One report is from reading the folder here, and four are from the engines.
+            for loading in slow.values():
+                loading.set_result(
+                    Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, {frozenset(SIZES.items()): 0.125})
+                )
 
     monkeypatch.setattr(engines, "load", load_slowly)
-    make_loader(engines)(str(folder), on_progress=tell)
-    assert told == ["reading", "reading", "reading", "compiling", "compiling"]
+    make_loader(engines)(str(folder), on_progress=report)
+    assert words == ["reading", "reading", "reading", "compiling", "compiling"]
 
 
-def test_it_acts_and_says_what_that_took(engines: Engines, policy: RemotePolicy) -> None:
+def test_a_remote_policy_acts_and_reports_its_timings(engines: Engines, policy: RemotePolicy) -> None:
     assert policy.act({}).shape == (1, 20, 6)
     assert policy.timings == {"to_device": 0.0, "compute": 0.25, "to_host": 0.0}
     assert policy.profile() == 0.125
@@ -223,7 +227,7 @@ def test_it_acts_and_says_what_that_took(engines: Engines, policy: RemotePolicy)
     assert engines.calls[-1] == ("one", "prepare_task")
 
 
-def test_policy_is_compiled_once_per_frame_size_if_it_can_be(engines: Engines, policy: RemotePolicy) -> None:
+def test_a_policy_is_compiled_once_per_frame_size(engines: Engines, policy: RemotePolicy) -> None:
     before = len(engines.calls)
     assert policy.is_compiled()
     assert policy.is_compiled(1, {"front": (48, 64)})
@@ -252,7 +256,7 @@ def test_policy_is_compiled_once_per_frame_size_if_it_can_be(engines: Engines, p
         ("stuck", InferenceStuck),
     ],
 )
-def test_each_refusal_is_the_error_that_it_is(kind: Any, error: type[Exception]) -> None:
+def test_each_refusal_raises_its_error(kind: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="why"):
         check_answer(Refusal(kind, "why"))
     assert (check_answer(3), check_answer(None)) == (3, None)

@@ -1,4 +1,4 @@
-"""Requests to an engine elsewhere: answered, late, refused, or told at once that there will be no answer."""
+"""Requests to a remote engine: answered, late, refused, or failed at once."""
 
 import asyncio
 import gc
@@ -26,35 +26,35 @@ OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
 
 
 class Engine:
-    """An engine that answers when the test says so."""
+    """Double of an engine that answers when the test sets a result."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, tuple[Any, ...]]] = []
-        self.answers: list[Any] = []  # results or errors of the next calls
-        self.done: list[Callable[[Any], None]] = []  # settle all other calls
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.answers: list[Any] = []  # Results or errors of the next calls.
+        self.pending: list[Callable[[Any], None]] = []  # Functions that settle the other calls.
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        self.asked.append((method, arguments))
+        self.calls.append((method, arguments))
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.answers:
             settle(answer, self.answers.pop(0))
         else:
-            self.done.append(lambda result: settle(answer, result))
+            self.pending.append(lambda result: settle(answer, result))
         return answer
 
-    async def until_asked(self, times: int = 1) -> None:
-        await until(lambda: len(self.asked) >= times)
+    async def wait_for_calls(self, times: int = 1) -> None:
+        await until(lambda: len(self.calls) >= times)
 
 
 def chunk() -> np.ndarray:
     found = np.ones((1, 20, 6), np.float32)
-    found.flags.writeable = False  # as what comes out of an object store
+    found.flags.writeable = False  # Arrays from an object store are not writable.
     return found
 
 
 def check_answer(**seconds: float) -> InferenceResult:
-    told = {"queue": 0.01, "to_device": 0.02, "compute": 0.03, "to_host": 0.04, "total": 0.1} | seconds
-    return InferenceResult(chunk(), batch=4, **told)  # type: ignore[arg-type]
+    times = {"queue": 0.01, "to_device": 0.02, "compute": 0.03, "to_host": 0.04, "total": 0.1} | seconds
+    return InferenceResult(chunk(), batch=4, **times)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -71,28 +71,28 @@ def engine() -> Engine:
 
 @pytest.fixture
 async def worker(engine: Engine) -> AsyncIterator[RemoteWorker]:
-    unheard: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
+    unhandled: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, about: unhandled.append(about))
     worker = RemoteWorker("one", engine.call, stuck_after=60.0)
     yield worker
     await worker.close(1.0)
-    await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("engine one")])
+    await until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("engine one")])
     gc.collect()
-    assert unheard == []
+    assert unhandled == []
 
 
 async def record_latency() -> None:
-    """Let the worker record the latency of the last answer, which it does after it gave the answer."""
+    """Let the worker record the latency of the last answer, which it does after it returns the answer."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
 async def test_time_on_the_network_counts_as_waiting(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
     asking = asyncio.create_task(worker.submit(replica, OBSERVATION, None))
-    await engine.until_asked()
+    await engine.wait_for_calls()
     assert worker.pending == 1
     await asyncio.sleep(0.12)
-    engine.done[0](check_answer())
+    engine.pending[0](check_answer())
     found = await asking
     await record_latency()
     assert found.queue + found.to_device + found.compute + found.to_host == pytest.approx(found.total)
@@ -116,7 +116,7 @@ async def test_due_time_is_sent_as_seconds_from_now(engine: Engine, worker: Remo
     engine.answers = [check_answer(), check_answer()]
     await worker.submit(replica, OBSERVATION, None)
     await worker.submit(replica, OBSERVATION, worker.last_used_at + 3600)
-    (method, (handle, observation, none)), (_, (_, _, due)) = engine.asked
+    (method, (handle, observation, none)), (_, (_, _, due)) = engine.calls
     assert (method, handle, list(observation), none) == ("act", "handle", ["observation.state"], None)
     assert 3590 < due <= 3600
 
@@ -147,13 +147,13 @@ async def test_a_late_engine_is_asked_last_until_it_answers(engine, worker, repl
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s") as late:
         await worker.submit(replica, OBSERVATION, None, may_move=True)
     assert (worker.is_late, worker.pending) == (True, 1)
-    await engine.until_asked()
-    engine.done[0](check_answer())
+    await engine.wait_for_calls()
+    engine.pending[0](check_answer())
     assert (await late.value.answer).total > 0.02
     assert (worker.is_late, worker.pending) == (False, 0)
 
 
-async def test_an_answer_that_never_comes_is_stuck_in_the_end(engine, worker, replica, monkeypatch) -> None:
+async def test_a_missing_answer_is_stuck_after_a_timeout(engine, worker, replica, monkeypatch) -> None:
     monkeypatch.setattr(remote_worker, "DEFAULT_OVERDUE", 0.02)
     worker._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
@@ -161,10 +161,10 @@ async def test_an_answer_that_never_comes_is_stuck_in_the_end(engine, worker, re
     for answer in (late.value.answer, worker.submit(replica, OBSERVATION, None)):
         with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
             await answer
-    assert worker.is_late, "it owes an answer for ever"
+    assert worker.is_late, "the worker stays late because the answer never arrives"
 
 
-async def test_what_it_usually_takes_says_what_is_late(engine, worker, replica, monkeypatch) -> None:
+async def test_the_measured_latency_decides_when_an_answer_is_late(engine, worker, replica, monkeypatch) -> None:
     monkeypatch.setattr(remote_worker, "MIN_OVERDUE", 0.02)
     monkeypatch.setattr(remote_worker, "DEFAULT_OVERDUE", 60.0)
     engine.answers = [check_answer() for _ in range(8)]
@@ -174,25 +174,25 @@ async def test_what_it_usually_takes_says_what_is_late(engine, worker, replica, 
         await worker.submit(replica, OBSERVATION, None, may_move=True)
 
 
-@pytest.mark.parametrize(("is_gone", "error"), [(True, DeviceGone), (False, WorkerClosed)], ids=["fail", "close"])
-async def test_pending_requests_fail_at_once(is_gone, error, engine, worker, replica) -> None:
+@pytest.mark.parametrize(("has_failed", "error"), [(True, DeviceGone), (False, WorkerClosed)], ids=["fail", "close"])
+async def test_pending_requests_fail_at_once(has_failed, error, engine, worker, replica) -> None:
     waiting = [asyncio.create_task(worker.submit(replica, OBSERVATION, None)) for _ in range(3)]
-    await engine.until_asked(3)
-    if is_gone:
+    await engine.wait_for_calls(3)
+    if has_failed:
         worker.fail("it ended")
     else:
         assert await worker.close(1.0)
-    for one in (*waiting, worker.submit(replica, OBSERVATION, None)):
-        with pytest.raises(error, match="it ended" if is_gone else "the server is ending"):
-            await one
-    assert len(engine.asked) == 3
-    engine.done[0](check_answer())  # too late
+    for request in (*waiting, worker.submit(replica, OBSERVATION, None)):
+        with pytest.raises(error, match="it ended" if has_failed else "the server is ending"):
+            await request
+    assert len(engine.calls) == 3
+    engine.pending[0](check_answer())  # The late answer is ignored.
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])
-async def test_abandoned_request_ends(end: str, engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
+async def test_an_abandoned_request_ends(end: str, engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
     asking = asyncio.create_task(worker.submit(replica, OBSERVATION, None))
-    await engine.until_asked()
+    await engine.wait_for_calls()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert worker.pending == 1
@@ -201,6 +201,6 @@ async def test_abandoned_request_ends(end: str, engine: Engine, worker: RemoteWo
     assert worker.pending == 0
 
 
-async def test_it_says_what_the_engine_said_last(worker: RemoteWorker) -> None:
+async def test_the_worker_reports_the_last_facts_of_its_engine(worker: RemoteWorker) -> None:
     worker.facts = EngineFacts(load=0.5, waiting=3, batches={1: 2, 4: 8})
     assert (worker.load(0.0), worker.waiting, worker.batches) == (0.5, 3, {1: 2, 4: 8})

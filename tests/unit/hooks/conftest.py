@@ -1,4 +1,4 @@
-"""A target of deliveries, and running a queue."""
+"""Fixtures: a target of deliveries, and a function that runs a queue."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,4 +22,4 @@ async def run_due(runner: QueueRunner) -> None:
         if not runner._running:
             return
         await asyncio.wait(list(runner._running))
-        await asyncio.sleep(0)  # The callbacks that remove the ended rows run now.
+        await asyncio.sleep(0)  # Let the callbacks that remove ended rows run.

@@ -1,4 +1,4 @@
-"""The file of events: versions, whole transactions, what happens when it cannot be used."""
+"""Database of events: versions, atomic transactions and unusable files."""
 
 import sqlite3
 import subprocess
@@ -26,7 +26,7 @@ def words(connection: sqlite3.Connection) -> list[str]:
     return [row["word"] for row in connection.execute("SELECT word FROM words ORDER BY word")]
 
 
-def test_a_transaction_that_fails_leaves_nothing() -> None:
+def test_a_failed_transaction_changes_nothing() -> None:
     database = Database(None, SCHEMA)
     with pytest.raises(KeyError):
         database.run_blocking(add, "one", then_fail=True)
@@ -36,10 +36,10 @@ def test_a_transaction_that_fails_leaves_nothing() -> None:
     database.close()
 
 
-def test_a_newer_version_adds_its_scripts_and_an_older_one_refuses(tmp_path: Path) -> None:
+def test_a_newer_version_migrates_and_an_older_version_refuses(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
     Database(path, SCHEMA).close()
-    assert path.stat().st_mode & 0o077 == 0, "only its owner can read it"
+    assert path.stat().st_mode & 0o077 == 0, "only the owner can read the file"
     newer = Database(path, [*SCHEMA, "CREATE TABLE more (n INTEGER);\nCREATE INDEX more_n ON more (n)"])
     newer.run_blocking(add, "kept")
     newer.close()
@@ -47,15 +47,15 @@ def test_a_newer_version_adds_its_scripts_and_an_older_one_refuses(tmp_path: Pat
         Database(path, SCHEMA)
 
 
-def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("not a database, but something that somebody wants to keep")
+    path.write_text("not a database, but notes that must be kept")
     with pytest.raises(StoreError, match="not a database"):
         Database(path, SCHEMA)
     assert path.read_text().startswith("not a database")
 
 
-def test_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
+def test_a_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite3"
     with closing(Database(path, SCHEMA)) as database:
         path.unlink()
@@ -67,7 +67,7 @@ def test_deleted_or_replaced_file_refuses_writes(tmp_path: Path) -> None:
             assert another.run_blocking(words) == []
 
 
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_writes_survive_a_kill(tmp_path: Path) -> None:
     script = f"""
         from hooks.database import Database
         database = Database({str(tmp_path / "events.sqlite3")!r}, {SCHEMA!r})
@@ -80,9 +80,9 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        told = [process.stdout.readline().strip() for _ in range(20)]
+        acknowledged = [process.stdout.readline().strip() for _ in range(20)]
         process.kill()
-        told += process.stdout.read().split()
+        acknowledged += process.stdout.read().split()
     database = Database(tmp_path / "events.sqlite3", SCHEMA)
-    assert set(database.run_blocking(words)) >= {word for word in told if len(word) == 4}
+    assert set(database.run_blocking(words)) >= {word for word in acknowledged if len(word) == 4}
     database.close()

@@ -1,4 +1,4 @@
-"""The Hub's payload, version 3: what is documented, and what may come later."""
+"""The Hub's payload, version 3: documented fields and unknown fields."""
 
 import pytest
 from pydantic import ValidationError
@@ -14,8 +14,8 @@ PUSH["updatedRefs"] += [
 
 def changed(**changes: object) -> dict:
     copy = {name: dict(part) if isinstance(part, dict) else part for name, part in PUSH.items()}
-    for place, value in changes.items():
-        *path, name = place.split("__")
+    for field, value in changes.items():
+        *path, name = field.split("__")
         part: dict = copy
         for step in path:
             part = part[step]
@@ -31,17 +31,17 @@ def test_refs_by_long_and_by_short_name() -> None:
     assert payload.new_sha("refs/heads/v1") is None
 
 
-@pytest.mark.parametrize("wrong", [None, 5, "text", ["x"], {"x": 1}, [{"x": 1}]])
+@pytest.mark.parametrize("value", [None, 5, "text", ["x"], {"x": 1}, [{"x": 1}]])
 @pytest.mark.parametrize(
-    "place",
+    "field",
     [
         *(f"repo__{name}" for name in ("url", "owner", "headSha", "private", "subdomain", "tags")),
         *("webhook__version", "discussion", "comment", "movedTo"),
         *("updatedRefs", "updatedConfig", "updatedFiles", "updatedFilesTruncated"),
     ],
 )
-def test_a_field_that_names_no_event_never_refuses_a_delivery(place: str, wrong: object) -> None:
-    payload = WebhookPayload.model_validate(changed(**{place: wrong}))
+def test_an_invalid_optional_field_does_not_refuse_a_delivery(field: str, value: object) -> None:
+    payload = WebhookPayload.model_validate(changed(**{field: value}))
     assert (payload.event.scope, payload.repo.name, payload.webhook.id) == (
         "repo.content",
         "user/act_so101",
@@ -49,24 +49,24 @@ def test_a_field_that_names_no_event_never_refuses_a_delivery(place: str, wrong:
     )
 
 
-@pytest.mark.parametrize("wrong", [None, 5, ["x"], {"x": 1}])
+@pytest.mark.parametrize("value", [None, 5, ["x"], {"x": 1}])
 @pytest.mark.parametrize(
-    "place", ["event__action", "event__scope", "repo__id", "repo__name", "repo__type", "webhook__id"]
+    "field", ["event__action", "event__scope", "repo__id", "repo__name", "repo__type", "webhook__id"]
 )
-def test_a_field_that_names_the_event_must_be_text(place: str, wrong: object) -> None:
+def test_a_field_that_names_the_event_must_be_text(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as refused:
-        WebhookPayload.model_validate(changed(**{place: wrong}))
-    assert [error["loc"] for error in refused.value.errors()] == [tuple(place.split("__"))]
+        WebhookPayload.model_validate(changed(**{field: value}))
+    assert [error["loc"] for error in refused.value.errors()] == [tuple(field.split("__"))]
 
 
-def test_a_discussion_is_read_without_what_is_wrong_in_it() -> None:
-    told = {"id": "1", "num": 19, "title": "x", "isPullRequest": False, "status": "open", "pinned": "?", "author": 3}
-    discussion = WebhookPayload.model_validate(changed(discussion=told)).discussion
+def test_a_discussion_is_read_without_its_invalid_fields() -> None:
+    data = {"id": "1", "num": 19, "title": "x", "isPullRequest": False, "status": "open", "pinned": "?", "author": 3}
+    discussion = WebhookPayload.model_validate(changed(discussion=data)).discussion
     assert discussion is not None
     assert (discussion.num, discussion.pinned, discussion.author, discussion.url) == (19, None, None, None)
 
 
-def test_scopes_hold_narrower_ones() -> None:
+def test_a_scope_includes_its_narrower_scopes() -> None:
     payload = WebhookPayload.model_validate(PUSH)
     scopes = ("repo", "repo.content", "repo.config", "rep")
     assert [payload.is_about(scope) for scope in scopes] == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""The queue: what may begin and what has to wait, with given times; and what goes on when writing fails."""
+"""Queue with explicit times: rows that begin, rows that wait, and repeated writes."""
 
 import asyncio
 import sqlite3
@@ -41,27 +41,27 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("rows", "begun", "later"),
+    ("rows", "started", "later"),
     [
         (["x a waiting 0", "x a waiting 0", "x b waiting 0", "y a waiting 0"], [1, 3, 4], None),
-        (["x - waiting 0", "x - waiting 0"], [1, 2], None),  # without a lane nothing is awaited
-        (["x a waiting 5", "x a waiting 0", "x b waiting 9"], [], 5.0),  # its lane waits for what is tried again
+        (["x - waiting 0", "x - waiting 0"], [1, 2], None),  # Rows without a lane do not wait.
+        (["x a waiting 5", "x a waiting 0", "x b waiting 9"], [], 5.0),  # The lane waits for its retried row.
         (["x a done 0", "x a dead 0", "x a waiting -1"], [3], None),
-        (["x a waiting 0", "x a running 0"], [], None),  # an older one that came again, or is replayed
-        (["x a waiting 0", "x b waiting -1"], [2, 1], None),  # what was due first begins first
+        (["x a waiting 0", "x a running 0"], [], None),  # The older row waits for the running row.
+        (["x a waiting 0", "x b waiting -1"], [2, 1], None),  # The row with the earlier due time begins first.
     ],
 )
-def test_what_begins_is_due_and_next_in_its_lane(rows, begun, later):
+def test_a_row_begins_if_it_is_due_and_next_in_its_lane(rows, started, later):
     table = Rows(*rows)
-    assert table.take() == (begun, later)
+    assert table.take() == (started, later)
     assert table.take()[0] == []
-    assert table.database.run_blocking(QUEUE.release_running) == len(begun) + sum("running" in row for row in rows)
+    assert table.database.run_blocking(QUEUE.release_running) == len(started) + sum("running" in row for row in rows)
 
 
 async def test_runner_obeys_limits_and_the_clock_and_repeats_writes(monkeypatch, caplog):
     monkeypatch.setattr("hooks.queue.STORE_RETRY_INTERVAL", 0.01)
     table = Rows(*["x - waiting 0"] * 4, "off - waiting 0", "y - waiting 90")
-    began, most, goes_on, wall = [], [], asyncio.Event(), [NOW]
+    began, most, release, wall = [], [], asyncio.Event(), [NOW]
     troubles = [sqlite3.OperationalError("disk is full")] * 3
 
     def write(connection: sqlite3.Connection, number: int) -> None:
@@ -72,19 +72,19 @@ async def test_runner_obeys_limits_and_the_clock_and_repeats_writes(monkeypatch,
     async def work(row: sqlite3.Row) -> None:
         began.append(row["number"])
         most.append(len(began))
-        await goes_on.wait()
+        await release.wait()
         await runner.write(write, row["number"])
 
     limits = {"x": {"x": 2, "all": 3}, "y": {"all": 3}, "off": {"off": 0}}
     runner = QueueRunner(table.database, QUEUE, work, limits.__getitem__, clock=lambda: wall[0])
     await runner.begin_due()
     await until(lambda: began == [1, 2])
-    goes_on.set()
+    release.set()
     await run_due(runner)
     assert (began, troubles) == ([1, 2, 3, 4], [])
     assert caplog.text.count("disk is full") == 1
     wall[0] -= 3600
-    await runner.begin_due()  # sees that the clock was set back
+    await runner.begin_due()  # The runner sees that the clock was set back.
     wall[0] += 91
     await run_due(runner)
     assert began == [1, 2, 3, 4, 6]

@@ -34,12 +34,12 @@ class Handle:
 
 
 class Loop:
-    """An event loop whose turns are the test's; its clocks move when work is done, and when nothing is to do."""
+    """Event loop whose turns the test runs. Its clock advances with the work, or to the next timer if it is idle."""
 
     def __init__(self):
         self.now = 0.0
         self.soon, self.timers = [], []
-        self.turns = []  # seconds of work in each
+        self.turns = []  # Seconds of work in each turn.
         self.queue = FairQueue(cast(Any, self), clock=lambda: self.now, cpu=lambda: self.now)
 
     def call_soon(self, call):
@@ -67,7 +67,7 @@ class Loop:
 
 
 class Sender:
-    """A connection with so many pieces to be read; ``read`` has when each was."""
+    """Connection with this number of unread pieces. ``read`` lists the times at which they are read."""
 
     def __init__(self, loop, caller="here", pieces=0):
         self.loop, self.pieces, self.read = loop, pieces, []
@@ -87,14 +87,14 @@ class Sender:
 
 
 def flood(loop, count=60, caller="here"):
-    """Connections with more to be read than a test takes time for."""
+    """Return connections with more unread pieces than the queue can read during a test."""
     flooding = [Sender(loop, caller, pieces=10**6) for _ in range(count)]
     for sender in flooding:
         loop.queue.enter(sender.flow)
     return flooding
 
 
-def test_what_comes_when_nobody_waits_is_read_at_once():
+def test_data_is_read_at_once_if_no_connection_waits():
     loop = Loop()
     sender = Sender(loop)
     sender.send()
@@ -108,7 +108,7 @@ def test_a_flood_has_a_limit_per_turn_and_equal_shares():
     loop.until(3.0)
     assert max(loop.turns) <= TURN_SECONDS + COST + 1e-9
     busy = sum(loop.turns)
-    # Each has its burst at once; from then on a share of the time is all that they have together.
+    # Each connection has its burst at once. After that, all of them together have a share of the time.
     assert busy <= 60 * (BURST + COST) + 3.0 * SHARE + CREDIT + COST
     counts = [len(sender.read) for sender in flooding]
     assert max(counts) - min(counts) <= 2
@@ -120,17 +120,17 @@ def test_a_client_within_its_budget_does_not_wait_for_floods():
     loop.until(2.0)
     robot, waits = Sender(loop), []
     for _ in range(100):
-        came = loop.now
+        arrived = loop.now
         robot.send()
         while len(robot.read) <= len(waits):
             loop.turn()
-        waits.append(robot.read[-1] - came)
-        loop.until(came + 0.02)
+        waits.append(robot.read[-1] - arrived)
+        loop.until(arrived + 0.02)
     assert max(waits) <= TURN_SECONDS + 2 * COST
     assert not robot.flow.is_greedy
 
 
-def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
+def test_only_silence_restores_the_budget_of_a_flooding_connection():
     loop = Loop()
     sender = Sender(loop)
     sender.send(10**3)
@@ -145,7 +145,7 @@ def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
 
 
 def test_a_client_that_was_late_once_regains_its_budget():
-    """It has a message to be read whenever somebody looks, as the queue is slow; a flood has thousands."""
+    """The slow queue always finds an unread message of this client, but a flood has thousands of messages."""
     loop = Loop()
     _flooding = flood(loop)
     loop.until(2.0)
@@ -158,49 +158,51 @@ def test_a_client_that_was_late_once_regains_its_budget():
         robot.send()
         loop.until(began + 0.02 * number)
         waiting.append(robot.pieces)
-    assert max(waiting) < 50  # of 265; most of them otherwise
+    assert max(waiting) < 50, "few of the 265 messages wait"
     assert waiting[-1] < 20
 
 
-def test_what_the_server_says_to_itself_waits_for_nobody_and_has_no_budget():
+def test_internal_messages_do_not_wait_and_have_no_budget():
     loop = Loop()
-    _flooding = flood(loop)  # all within their budgets yet
+    _flooding = flood(loop)  # All connections are still within their budgets.
     session, waits = Sender(loop), []
     session.flow.is_own = True
     for _ in range(200):
-        came = loop.now
+        arrived = loop.now
         session.send(2)
         while session.pieces:
             loop.turn()
-        waits.append(session.read[-1] - came)
-        loop.until(came + 0.005)
+        waits.append(session.read[-1] - arrived)
+        loop.until(arrived + 0.005)
     assert max(waits) <= 2 * (TURN_SECONDS + 2 * COST)
     assert not session.flow.is_greedy
 
 
-def test_callers_share_the_time_however_many_connections_they_have():
+def test_callers_share_the_time_for_any_number_of_connections():
     loop = Loop()
     senders = {"many": flood(loop, 30, "10.0.0.1"), "one": flood(loop, 1, "10.0.0.2")}
     loop.until(1.0)
-    before = {who: sum(len(sender.read) for sender in those) for who, those in senders.items()}
+    before = {caller: sum(len(sender.read) for sender in group) for caller, group in senders.items()}
     loop.until(3.0)
-    had = Counter({who: sum(len(sender.read) for sender in those) - before[who] for who, those in senders.items()})
-    assert abs(had["many"] - had["one"]) <= 0.1 * had["one"]
+    reads = Counter(
+        {caller: sum(len(sender.read) for sender in group) - before[caller] for caller, group in senders.items()}
+    )
+    assert abs(reads["many"] - reads["one"]) <= 0.1 * reads["one"]
 
 
-def test_a_loop_that_has_no_time_gives_none_to_those_beyond_their_budgets():
+def test_a_busy_loop_reads_little_beyond_the_budgets():
     loop = Loop()
     [sender] = flood(loop, 1)
     loop.until(1.0)
     before = len(sender.read)
     for _ in range(50):
-        loop.now += 0.02  # something else; each time the sender's timer is late
+        loop.now += 0.02  # Other work makes the sender's timer late.
         loop.turn()
     assert (len(sender.read) - before) * COST <= 0.1 * 50 * 0.02
     assert len(sender.read) > before
 
 
-def test_a_caller_that_is_gone_is_forgotten():
+def test_a_disconnected_caller_is_forgotten():
     loop = Loop()
     for number in range(100):
         Sender(loop, f"10.0.0.{number}").send()
@@ -209,7 +211,7 @@ def test_a_caller_that_is_gone_is_forgotten():
     assert not loop.queue._prompt.callers
 
 
-async def test_turns_are_given_in_order_without_cancelled_ones():
+async def test_turns_are_given_in_order_without_cancelled_waiters():
     queue = FairQueue.of_running_loop()
     assert FairQueue.of_running_loop() is queue
     flows, answered = [queue.create_flow("here") for _ in range(40)], []
@@ -227,14 +229,14 @@ async def test_turns_are_given_in_order_without_cancelled_ones():
     assert answered == [number for number in range(40) if number != 20]
 
 
-def test_surplus_connections_have_no_budget_until_they_have_waited():
+def test_surplus_connections_get_a_budget_only_after_a_wait():
     loop = Loop()
     flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert Counter(flow.is_greedy for flow in flows) == {False: NEWCOMERS_AT_ONCE, True: 500 - NEWCOMERS_AT_ONCE}
     assert not loop.queue.create_new_flows("elsewhere", lambda: (0.0, False))[0].is_greedy
     del flows
     gc.collect()
-    loop.now += 0.5  # nobody is connected any more, and is known all the same
+    loop.now += 0.5  # The caller has no connection now, but its count is kept.
     flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
     loop = Loop()
@@ -254,14 +256,14 @@ def test_urgent_requests_go_first_up_to_a_limit():
     flow = loop.queue.create_flow("here")
     flow.is_greedy = True
     assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT_AT_ONCE
-    assert not flow.is_greedy  # it waits for none who floods
+    assert not flow.is_greedy, "an urgent request does not wait for a flood"
     assert loop.queue.take_urgent(loop.queue.create_flow("elsewhere"), COST)
     loop.now += 0.1
     assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT / 10
 
 
-@pytest.mark.parametrize(("took", "least"), [(10 * COST, 1), (COST, 8)])
-def test_greedy_clients_pay_for_the_measured_cost(took, least):
+@pytest.mark.parametrize(("took", "min_share"), [(10 * COST, 1), (COST, 8)])
+def test_greedy_clients_pay_for_the_measured_cost(took, min_share):
     loop, read = Loop(), 0
 
     def step():
@@ -273,8 +275,8 @@ def test_greedy_clients_pay_for_the_measured_cost(took, least):
 
     loop.queue.enter(loop.queue.create_flow("here", step))
     loop.until(2.0)
-    by_reckoning = (2.0 * SHARE + CREDIT + BURST) / (10 * COST)
-    assert 0.9 * least * by_reckoning <= read <= 1.1 * (2.0 * SHARE + CREDIT + BURST) / took
+    estimated_reads = (2.0 * SHARE + CREDIT + BURST) / (10 * COST)
+    assert 0.9 * min_share * estimated_reads <= read <= 1.1 * (2.0 * SHARE + CREDIT + BURST) / took
 
 
 async def test_step_times_are_reported_and_cancellation_passes_on():

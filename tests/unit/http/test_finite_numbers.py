@@ -1,4 +1,4 @@
-"""NaN and infinity do not cross any wire, in any of the ways in which JSON and arrays can have them."""
+"""NaN and infinity are refused in every spelling of JSON and in every message."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ def session(more: str) -> str:
     return '{"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms", ' + more + "}"
 
 
-# Where a number may stand in a request: path, and the body around it.
+# Places of a number in a request: path and body, with @ for the number.
 BODIES = {
     "rate": ("/sessions", session('"rate": @')),
     "max_relative_target": ("/sessions", session('"max_relative_target": @')),
     "max_relative_target by name": ("/sessions", session('"max_relative_target": {"Jaw": @}')),
-    "a field nobody knows": ("/sessions", session('"more": [1, {"a": @}]')),
+    "an unknown field": ("/sessions", session('"more": [1, {"a": @}]')),
     "the policy check": ("/policies/check", '{"policy_path": "p", "more": @}'),
     "a joint's command": (f"{ROOM}/command", '{"joints": [{"name": "Jaw", "value": @}]}'),
     "a joint's speed": (f"{ROOM}/command", '{"joints": [{"name": "Jaw", "value": 1, "speed": @}]}'),
@@ -36,7 +36,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def answered():
-    """Status and text of the answer to each request, from one server."""
+    """Return the status and text of the answer to each request, from one server."""
 
     async def run():
         found = {}
@@ -46,8 +46,8 @@ def answered():
             for name, (path, body) in BODIES.items():
                 for number in NUMBERS:
                     headers = {"content-type": "application/json"}
-                    async with http.post(path, data=body.replace("@", number), headers=headers) as told:
-                        found[name, number] = (told.status, await told.text())
+                    async with http.post(path, data=body.replace("@", number), headers=headers) as response:
+                        found[name, number] = (response.status, await response.text())
             assert await server.call("GET", "/sessions") == (200, [])
         return found
 
@@ -55,11 +55,11 @@ def answered():
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("place", BODIES)
-def test_a_request_with_such_a_number_is_422_and_does_nothing(answered, place, number):
-    status, text = answered[place, number]
-    # A number too large for a double is one of Python's own making; where nobody reads it, it harms nobody.
-    if place in ("a field nobody knows", "the policy check") and "e999" in number:
+@pytest.mark.parametrize("position", BODIES)
+def test_a_request_with_a_number_that_is_not_finite_is_422(answered, position, number):
+    status, text = answered[position, number]
+    # Python turns a number that is too large into infinity. In a field that is not read, it has no effect.
+    if position in ("an unknown field", "the policy check") and "e999" in number:
         assert "Infinity" not in text
         return
     assert status == 422, text
@@ -77,14 +77,14 @@ def test_a_request_with_such_a_number_is_422_and_does_nothing(answered, place, n
     ids=["an answer", "a room's answer", "a command", "a room's state"],
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_nothing_writes_one(write, bad):
+def test_numbers_that_are_not_finite_are_never_written(write, bad):
     with pytest.raises((ValueError, protocol.WireError)):
         write(bad)
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
 @pytest.mark.parametrize("name", ["rate", "frame_age_limit", "request_deadline", "update_difference"])
-def test_a_setting_is_a_number(name, text, tmp_path, monkeypatch):
+def test_a_setting_must_be_a_finite_number(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=name):
         load_settings({name: text})

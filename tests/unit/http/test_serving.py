@@ -33,16 +33,16 @@ def test_port_0_is_a_free_port_and_the_url_names_it():
         assert url_of(listener).startswith("http://127.0.0.1:")
 
 
-def test_ipv6_stands_in_brackets():
+def test_an_ipv6_address_is_in_brackets():
     try:
         listener = listen("::1", 0)
     except CannotListen:
-        pytest.skip("no IPv6 here")
+        pytest.skip("this machine has no IPv6")
     with listener:
         assert url_of(listener).startswith("http://[::1]:")
 
 
-def test_a_taken_port_and_an_unknown_host_are_told():
+def test_a_taken_port_and_an_invalid_host_are_errors():
     with listen("127.0.0.1", 0) as listener:
         listener.listen()
         with pytest.raises(CannotListen, match=r"cannot listen on 127\.0\.0\.1"):
@@ -51,10 +51,10 @@ def test_a_taken_port_and_an_unknown_host_are_told():
         listen("256.1.1.1", 0)
 
 
-async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy():
+async def test_a_burst_of_connections_is_accepted_while_the_loop_is_busy():
     async with started() as server:
         with contextlib.ExitStack() as held:
-            # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
+            # The blocked event loop accepts nothing here. A refused connection would be retried after one second.
             for _ in range(300):
                 held.enter_context(socket.create_connection(server.address, timeout=0.5))
 
@@ -81,7 +81,7 @@ async def test_a_server_ends_in_time_with_open_connections(pauses: Pauses):
     assert server.app.name not in Sanic._app_registry
 
 
-async def test_a_server_that_cannot_start_leaves_nothing_behind():
+async def test_a_server_that_cannot_start_removes_its_app():
     app = create_app(Settings(), transport=MemoryTransport(), load=ScriptedLoader())
 
     @app.before_server_start
@@ -94,19 +94,19 @@ async def test_a_server_that_cannot_start_leaves_nothing_behind():
     assert app.name not in Sanic._app_registry
 
 
-class Watched:
-    """A watchdog whose loop beats and whose thread looks when the test says so."""
+class WatchdogRig:
+    """Watchdog whose beats and checks the test calls."""
 
     def __init__(self) -> None:
         self.now = self.computed = 0.0
         self.dog = LoopWatchdog(clock=lambda: self.now, computed=lambda: self.computed)
 
-    def goes_by(self, seconds: float, *, beats: bool = True, looks: bool = True, computes: float = 0.0) -> None:
-        """In steps of 50 ms the loop beats, and at every other one the thread looks; ``computes``: of each second."""
+    def advance(self, seconds: float, *, beats: bool = True, checks: bool = True, computes: float = 0.0) -> None:
+        """Beat every 50 ms and check every 100 ms. ``computes`` is the share of the time that the process computes."""
         for step in range(round(seconds / 0.05)):
             self.now += 0.05
             self.computed += 0.05 * computes
-            if looks and step % 2:
+            if checks and step % 2:
                 self.dog.check()
             if beats:
                 self.dog.beat()
@@ -120,23 +120,23 @@ class Watched:
 @pytest.mark.parametrize(
     ("runs", "computes", "counts"),
     [
-        (True, 0.0, (1, 0)),  # it waits in Python: the thread looks meanwhile
-        (False, 1.0, (1, 0)),  # it computes in C with the interpreter's lock: the thread cannot look
-        (False, 0.2, (1, 0)),  # the same on a busy machine
-        (False, 0.0, (0, 1)),  # the process stands still
+        (True, 0.0, (1, 0)),  # The loop waits in Python, so the thread can check.
+        (False, 1.0, (1, 0)),  # The loop computes in C with the GIL, so the thread cannot check.
+        (False, 0.2, (1, 0)),  # The loop computes in C on a busy machine.
+        (False, 0.0, (0, 1)),  # The process is paused.
     ],
 )
-def test_a_blocked_loop_is_told_from_a_paused_process(runs, computes, counts, thread_is_first, caplog) -> None:
-    watched = Watched()
-    watched.goes_by(1.0)
-    assert watched.counts == (0, 0)
-    watched.goes_by(3.0, beats=False, looks=runs, computes=computes)
+def test_a_blocked_loop_differs_from_a_paused_process(runs, computes, counts, thread_is_first, caplog) -> None:
+    rig = WatchdogRig()
+    rig.advance(1.0)
+    assert rig.counts == (0, 0)
+    rig.advance(3.0, beats=False, checks=runs, computes=computes)
     if thread_is_first:
-        watched.dog.check()
-    watched.dog.beat()
-    watched.goes_by(1.0)
-    assert watched.counts == counts
-    assert watched.dog.blocked.seconds + watched.dog.paused.seconds == pytest.approx(3.0, abs=0.06)
+        rig.dog.check()
+    rig.dog.beat()
+    rig.advance(1.0)
+    assert rig.counts == counts
+    assert rig.dog.blocked.seconds + rig.dog.paused.seconds == pytest.approx(3.0, abs=0.06)
     if runs:
         assert [record.getMessage()[:47] for record in caplog.records] == [
             "the event loop has been blocked for 0.30 s, in ",
@@ -145,28 +145,28 @@ def test_a_blocked_loop_is_told_from_a_paused_process(runs, computes, counts, th
         assert "check (service/loop_watchdog.py:" in caplog.text
 
 
-def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
-    watched = Watched()
-    watched.goes_by(1.0)
-    watched.now += 30
-    watched.dog.check()
-    watched.goes_by(1.0, beats=False)
-    watched.dog.beat()
-    assert (watched.dog.blocked.seconds, watched.dog.paused.seconds) == (pytest.approx(1.0), pytest.approx(30.0))
-    assert watched.counts == (1, 1)
+def test_a_loop_that_is_blocked_after_a_pause_counts_as_both() -> None:
+    rig = WatchdogRig()
+    rig.advance(1.0)
+    rig.now += 30
+    rig.dog.check()
+    rig.advance(1.0, beats=False)
+    rig.dog.beat()
+    assert (rig.dog.blocked.seconds, rig.dog.paused.seconds) == (pytest.approx(1.0), pytest.approx(30.0))
+    assert rig.counts == (1, 1)
 
 
-# Each takes time to import, and the first request that needs it comes after the start.
-LATE = "jax aiohttp aiortc av cryptography hooks.registry.registry huggingface_hub jaxtyping jwt psutil PIL"
+# Modules with a long import time that no request needs before the start.
+LAZY_MODULES = "jax aiohttp aiortc av cryptography hooks.registry.registry huggingface_hub jaxtyping jwt psutil PIL"
 
 
 def test_a_server_listens_before_it_imports_large_modules() -> None:
     code = (
         "import sys, robojax.cli.serve, service.http.server; from service.app import create_app; create_app(); "
-        f"print(*set('{LATE}'.split()) & set(sys.modules))"
+        f"print(*set('{LAZY_MODULES}'.split()) & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == []
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert process.stdout.split() == []
 
 
 async def test_every_session_waits_for_the_import_of_rooms() -> None:

@@ -18,18 +18,18 @@ NEEDS = replace(SO100_REQUIREMENTS, chunk=20, action_steps=5, rate=25.0)
 
 
 def served(*, replicas: int = 1, **seconds: float) -> LoadedPolicy:
-    """With batches that take so long, on each of so many devices."""
+    """Return a policy on this number of devices, with seconds per batch size."""
     policy = ScriptedPolicy()
     copies = [Replica(policy, worker) for worker in range(replicas)]
     for copy in copies:
-        for size, taken in seconds.items():
-            policy.latency = taken
+        for size, value in seconds.items():
+            policy.latency = value
             copy.prepare(int(size[1:]), None)
     return LoadedPolicy(policy, copies)
 
 
-def test_what_batches_take_decides_how_many_robots_fit() -> None:
-    policy = served(b1=0.010, b4=0.020)  # 100 or 200 in a second
+def test_the_cost_of_batches_decides_how_many_robots_fit() -> None:
+    policy = served(b1=0.010, b4=0.020)  # 100 or 200 inferences per second.
     nine = compute_admission(policy, 10, [10] * 8, 0, limit=0.9)
     assert (nine.fits, nine.load, nine.per_second) == (True, 0.05, 10)
     assert compute_admission(policy, 10, [10] * 17, 0, limit=0.9).fits
@@ -44,7 +44,7 @@ BOTH = {"b1": 0.010, "b4": 0.020}
 
 
 @pytest.mark.parametrize(
-    ("costs", "rate", "others", "busy", "limit", "found"),
+    ("costs", "rate", "others", "busy", "limit", "expected"),
     [
         (BOTH, 80, [], 0, 0.9, {"fits": True}),
         (BOTH, 95, [], 0, 0.9, {"fits": False}),
@@ -52,95 +52,95 @@ BOTH = {"b1": 0.010, "b4": 0.020}
         # A batch that is too slow for the fastest robot does not count.
         (BOTH, 1, [20] * 3, 0, 0.9, {"load": pytest.approx(0.005)}),
         (BOTH, 1, [40, 40, 1], 0, 0.9, {"load": pytest.approx(0.010)}),
-        # Other policies and more devices count.
+        # Other policies and additional devices count.
         ({"b1": 0.010}, 50, [], 0.5, 0.9, {"fits": False}),
         ({"b1": 0.010, "replicas": 2}, 50, [80, 30], 0, 0.9, {"fits": True}),
-        # Nothing is known of the costs.
+        # The costs are unknown.
         ({}, 1000, [], 0, 0.9, {"fits": True}),
     ],
 )
-def test_admission_counts_batches_others_and_devices(costs, rate, others, busy, limit, found) -> None:
+def test_admission_counts_batches_others_and_devices(costs, rate, others, busy, limit, expected) -> None:
     admission = compute_admission(served(**costs), rate, others, busy, limit=limit)
-    assert {name: getattr(admission, name) for name in found} == found
+    assert {name: getattr(admission, name) for name in expected} == expected
 
 
 LARGE = {"front": (480, 640)}
 
 
-class Sized(ScriptedPolicy):
-    """As told, and four times as long with pictures of 480x640."""
+class SizedPolicy(ScriptedPolicy):
+    """Policy that takes its latency, and four times its latency for frames of 480x640."""
 
     def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         return self.latency * (4 if cameras == LARGE else 1)
 
 
-def asked_with_both() -> LoadedPolicy:
-    """10 ms, or 40 ms with large pictures."""
+def policy_of_two_sizes() -> LoadedPolicy:
+    """Return a policy that takes 10 ms, or 40 ms with large frames."""
     policy = served(b1=0.010)
     for replica in policy.replicas:
-        replica.policy = Sized(latency=0.010)
+        replica.policy = SizedPolicy(latency=0.010)
         replica.prepare(1, LARGE)
     return policy
 
 
-def test_pictures_of_another_size_are_reckoned_with_what_they_take() -> None:
+def test_frames_of_another_size_count_with_their_own_cost() -> None:
     large = frozenset(LARGE.items())
-    assert compute_admission(asked_with_both(), 10, [], 0, limit=0.9).load == pytest.approx(0.1)
-    found = compute_admission(asked_with_both(), 10, [10], 0.5, limit=0.9, frames=large)
-    assert (found.fits, found.load) == (False, pytest.approx(0.4))
-    assert found.per_second == 0
-    assert "takes 40.0 ms here (480x640 frames, in batches of 1)" in found.text
-    assert compute_admission(asked_with_both(), 26, [], 0, limit=9.0, frames=large).per_second == pytest.approx(25)
+    assert compute_admission(policy_of_two_sizes(), 10, [], 0, limit=0.9).load == pytest.approx(0.1)
+    expected = compute_admission(policy_of_two_sizes(), 10, [10], 0.5, limit=0.9, frames=large)
+    assert (expected.fits, expected.load) == (False, pytest.approx(0.4))
+    assert expected.per_second == 0
+    assert "takes 40.0 ms here (480x640 frames, in batches of 1)" in expected.text
+    assert compute_admission(policy_of_two_sizes(), 26, [], 0, limit=9.0, frames=large).per_second == pytest.approx(25)
 
 
-def test_only_robots_with_pictures_of_one_size_share_batches() -> None:
+def test_only_robots_with_frames_of_one_size_share_batches() -> None:
     policy, claims = served(b1=0.010, b2=0.010), Reservations(0.9)
     policy.replicas[0].latencies[frozenset(LARGE.items())].record(1, 0.040)
     claims.reserve("small", policy, 5, lambda: {"front": (48, 64)})
     assert claims.check_admission(policy, 5, read_sizes=lambda: {"front": (48, 64)}).load == pytest.approx(5 * 0.005)
-    alone = claims.check_admission(policy, 5, read_sizes=lambda: LARGE)
-    assert (alone.load, "0 other sessions" in alone.text) == (pytest.approx(5 * 0.040), True)
+    large = claims.check_admission(policy, 5, read_sizes=lambda: LARGE)
+    assert (large.load, "0 other sessions" in large.text) == (pytest.approx(5 * 0.040), True)
     claims.reserve("large", policy, 5, lambda: LARGE)
     assert claims.load == pytest.approx(5 * 0.010 + 5 * 0.040)
     assert claims.per_second == 10
 
 
-def test_what_is_promised_follows_the_pictures_that_come() -> None:
-    policy, claims, shown = asked_with_both(), Reservations(0.9), dict[str, tuple[int, int]]()
+def test_reservations_follow_the_frames_that_arrive() -> None:
+    policy, claims, shown = policy_of_two_sizes(), Reservations(0.9), dict[str, tuple[int, int]]()
     claims.reserve("robot", policy, 10, lambda: shown or None)
-    assert claims.load == pytest.approx(0.1), "nobody has shown anything else"
+    assert claims.load == pytest.approx(0.1), "no other frame has arrived"
     shown |= LARGE
     assert claims.load == pytest.approx(0.4)
-    claims.move("robot", other := asked_with_both())
-    assert claims.load == pytest.approx(0.4), "its robot has the same camera as before"
+    claims.move("robot", other := policy_of_two_sizes())
+    assert claims.load == pytest.approx(0.4), "the robot keeps its camera"
     assert not claims.check_admission(other, 15, read_sizes=lambda: LARGE).fits
     assert claims.check_admission(other, 15, read_sizes=lambda: LARGE, holder="robot").fits
     claims.release("robot")
     assert claims.load == 0
 
 
-def test_unknown_pictures_are_expected_to_cost_the_most() -> None:
-    policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (48, 64)}
+def test_unknown_frames_are_expected_to_cost_the_most() -> None:
+    policy, claims, shown = policy_of_two_sizes(), Reservations(0.9), {"front": (48, 64)}
 
     def unknown(served: LoadedPolicy = policy) -> float:
         return claims.check_admission(served, 10, read_sizes=lambda: None).load
 
-    claims.reserve("gone", asked_with_both(), 10, lambda: None)
-    assert (claims.load, claims.per_second) == (0, 10), "no time of a policy that is gone"
+    claims.reserve("gone", policy_of_two_sizes(), 10, lambda: None)
+    assert (claims.load, claims.per_second) == (0, 10), "a policy without a model costs no time"
     claims.reserve("robot", policy, 10, lambda: shown)
     assert unknown() == pytest.approx(0.1)
     shown |= LARGE
     assert unknown() == pytest.approx(0.4)
     claims.reserve("hidden", policy, 10, lambda: None)
     assert claims.load == pytest.approx(0.8)
-    assert unknown(served(b1=0.010)) == pytest.approx(0.1), "it says nothing of another policy"
+    assert unknown(served(b1=0.010)) == pytest.approx(0.1), "frames of another policy do not count"
     shown["front"] = (48, 64)
-    assert claims.load == pytest.approx(0.2), "no robot shows such pictures any more"
+    assert claims.load == pytest.approx(0.2), "no robot sends large frames now"
 
 
-def test_unmeasured_pictures_are_expected_to_cost_the_most() -> None:
-    """Their robot is held until they are compiled for, and then they are measured."""
-    policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (960, 1280)}
+def test_unmeasured_frames_are_expected_to_cost_the_most() -> None:
+    """The robot is held until the frame size is compiled, and then the cost is measured."""
+    policy, claims, shown = policy_of_two_sizes(), Reservations(0.9), {"front": (960, 1280)}
     claims.reserve("robot", policy, 10, lambda: shown)
     assert claims.load == pytest.approx(0.1)
     claims.reserve("other", policy, 1, lambda: LARGE)
@@ -149,14 +149,14 @@ def test_unmeasured_pictures_are_expected_to_cost_the_most() -> None:
     assert claims.load == pytest.approx(0.5 + 0.04)
 
 
-def a_house() -> Sessions:
-    """One inference takes 50 ms here, so 18 a second are promised; a session asks for 5."""
+def make_sessions() -> Sessions:
+    """Return sessions with room for 18 inferences of 50 ms per second. Each session needs 5."""
     loader = ScriptedLoader(lambda: ScriptedPolicy(NEEDS, latency=0.05))
     return Sessions(transport=MemoryTransport(), load=loader, engine=Engine(max_load=0.9))
 
 
 async def test_a_session_beyond_capacity_is_refused_or_slowed_down() -> None:
-    sessions = a_house()
+    sessions = make_sessions()
     try:
         for name in "abc":
             session = await sessions.create(NewSession(name, "p", f"memory://{name}"))
@@ -172,7 +172,7 @@ async def test_a_session_beyond_capacity_is_refused_or_slowed_down() -> None:
         await sessions.delete("a")
         assert not (await sessions.create(NewSession("g", "p", "memory://g"))).status().stats["is_degraded"]
         assert sessions.engine.get_stats()["promised_load"] == pytest.approx(0.05 * (5 * 3 + 25 / 9), abs=1e-3)
-        # What it was given counts no more when it asks anew.
+        # The earlier reduced rate does not count for a new request.
         await sessions.delete("b")
         await sessions.adjust("e", {"action_steps": 5})
         assert not sessions.get_live("e").status().stats["is_degraded"]
@@ -185,8 +185,8 @@ async def test_a_session_beyond_capacity_is_refused_or_slowed_down() -> None:
     assert sessions.engine.get_stats()["promised_per_second"] == 0
 
 
-async def test_admission_counts_the_pictures_that_robots_send() -> None:
-    loader, transport = ScriptedLoader(lambda: Sized(NEEDS, latency=0.025)), MemoryTransport()
+async def test_admission_counts_the_frames_that_robots_send() -> None:
+    loader, transport = ScriptedLoader(lambda: SizedPolicy(NEEDS, latency=0.025)), MemoryTransport()
     sessions = Sessions(transport=transport, load=loader, engine=Engine(max_load=0.9))
 
     def promised() -> object:

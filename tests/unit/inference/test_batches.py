@@ -1,4 +1,4 @@
-"""Batches on the device thread, with policies that fail the way a test tells them to."""
+"""Batches on the device thread, with policies whose failures the test sets."""
 
 import asyncio
 import threading
@@ -24,21 +24,21 @@ pytestmark = pytest.mark.timed
 Ask = tuple[dict[str, np.ndarray], object]
 
 
-def seen(place: float = 0.0, size: int = 4) -> dict[str, np.ndarray]:
-    return observe(size, 6, place)
+def make_input(position: float = 0.0, size: int = 4) -> dict[str, np.ndarray]:
+    return observe(size, 6, position)
 
 
 @dataclass
-class Held(ScriptedPolicy):
-    """Works when its gate is open, so that requests come together; hangs at joints of 666 and raises at 13."""
+class GatedPolicy(ScriptedPolicy):
+    """Policy that waits for its gate, so that requests form a batch. It hangs at position 666 and raises at 13."""
 
     gate: threading.Event = field(default_factory=threading.Event)
-    begun: int = 0
+    started: int = 0
     calls: list[int] = field(default_factory=list)
     never: threading.Event = field(default_factory=threading.Event)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        self.begun += 1
+        self.started += 1
         self.gate.wait(30)
         state = observation["observation.state"]
         self.calls.append(len(state))
@@ -64,98 +64,102 @@ async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> Async
     await engine.close()
 
 
-async def all_waiting(
-    engine: Engine, served: LoadedPolicy, policy: Held, asks: list[Ask]
+async def queue_requests(
+    engine: Engine, served: LoadedPolicy, policy: GatedPolicy, asks: list[Ask]
 ) -> list[asyncio.Task[InferenceResult]]:
-    """These requests, the first of which is with the device and the others in line."""
+    """Return the requests: the first is on the device and the others wait."""
     policy.gate.clear()
-    begun = policy.begun
+    started = policy.started
     asking = []
-    for seen, asker in asks:
-        asking.append(asyncio.create_task(engine.infer(served, seen, caller=asker)))
+    for observation, caller in asks:
+        asking.append(asyncio.create_task(engine.infer(served, observation, caller=caller)))
         if len(asking) == 1:
-            await until(lambda: policy.begun == begun + 1)
+            await until(lambda: policy.started == started + 1)
     await until(lambda: engine.get_stats()["inferences_waiting"] == len(asks) - 1)
     return asking
 
 
-async def together(
-    engine: Engine, served: LoadedPolicy, policy: Held, places: list[float]
+async def infer_together(
+    engine: Engine, served: LoadedPolicy, policy: GatedPolicy, positions: list[float]
 ) -> list[np.ndarray | Exception]:
-    """What robots at these places are answered, the first of whom is alone at first."""
-    asking = await all_waiting(engine, served, policy, [(seen(place), asyncio.Lock()) for place in places])
+    """Return the answers for robots at these positions. The first request runs alone."""
+    asking = await queue_requests(
+        engine, served, policy, [(make_input(position), asyncio.Lock()) for position in positions]
+    )
     policy.gate.set()
     found = await asyncio.gather(*asking, return_exceptions=True)
-    return [one if isinstance(one, Exception) else one.chunk for one in found]  # type: ignore[union-attr]
+    return [answer if isinstance(answer, Exception) else answer.chunk for answer in found]  # type: ignore[union-attr]
 
 
 async def test_requests_during_an_inference_share_the_next_batch() -> None:
-    policy = Held()
+    policy = GatedPolicy()
     async with running(policy) as (engine, served):
-        chunks = await together(engine, served, policy, [0, 1, 2, 3])
+        chunks = await infer_together(engine, served, policy, [0, 1, 2, 3])
         assert policy.calls == [1, 4]
-        for place, chunk in enumerate(chunks):
+        for position, chunk in enumerate(chunks):
             assert chunk.shape == (1, 20, 6)
-            assert chunk[0, 0, 0] == pytest.approx(place + 0.1)
-        # Alone again: nobody waits for anybody.
-        assert (await engine.infer(served, seen())).batch == 1
+            assert chunk[0, 0, 0] == pytest.approx(position + 0.1)
+        # A single request does not wait for others.
+        assert (await engine.infer(served, make_input())).batch == 1
 
 
-async def test_failing_request_does_not_fail_others_of_its_batch() -> None:
-    policy = Held()
+async def test_a_failing_request_does_not_fail_others_of_its_batch() -> None:
+    policy = GatedPolicy()
     async with running(policy) as (engine, served):
-        chunks = await together(engine, served, policy, [0, 1, 13, 3, np.nan])
+        chunks = await infer_together(engine, served, policy, [0, 1, 13, 3, np.nan])
         assert [type(chunk) for chunk in chunks] == [np.ndarray, np.ndarray, PolicyFailed, np.ndarray, PolicyFailed]
         assert policy.calls == [1, 4, 1, 1, 1, 1]
         assert "refused its input" in str(chunks[4])
 
 
-async def test_an_answer_that_is_not_finite_is_only_that_members() -> None:
-    policy = Held()
+async def test_a_non_finite_answer_affects_only_its_own_request() -> None:
+    policy = GatedPolicy()
     async with running(policy) as (engine, served):
-        chunks = await together(engine, served, policy, [0, 1, 99, 3])
+        chunks = await infer_together(engine, served, policy, [0, 1, 99, 3])
         assert [bool(np.isfinite(np.asarray(chunk)).all()) for chunk in chunks] == [True, True, False, True]
         assert policy.calls == [1, 4]
 
 
 async def test_only_requests_of_a_hung_batch_are_stuck() -> None:
-    policy = Held()
+    policy = GatedPolicy()
     async with running(policy, stuck_after=1.0) as (engine, served):
-        asking = await all_waiting(engine, served, policy, [(seen(666), None), (seen(1), None)])
+        asking = await queue_requests(engine, served, policy, [(make_input(666), None), (make_input(1), None)])
         policy.gate.set()
         with pytest.raises(InferenceStuck, match="did not return in 1 s"):
             await asking[0]
         assert not asking[1].done()
         policy.never.set()
         assert (await asking[1]).chunk[0, 0, 0] == pytest.approx(1.1)
-        assert (await engine.infer(served, seen(5))).chunk[0, 0, 0] == pytest.approx(5.1)
+        assert (await engine.infer(served, make_input(5))).chunk[0, 0, 0] == pytest.approx(5.1)
 
 
 async def test_requests_behind_a_batch_that_never_returns_fail() -> None:
-    policy = Held()
+    policy = GatedPolicy()
     async with running(policy, stuck_after=0.5) as (engine, served):
-        asking = await all_waiting(engine, served, policy, [(seen(666), None), (seen(1), None)])
+        asking = await queue_requests(engine, served, policy, [(make_input(666), None), (make_input(1), None)])
         policy.gate.set()
         answers = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(answer) for answer in answers] == [InferenceStuck] * 2
         policy.never.set()
 
 
-async def test_frames_of_different_sizes_do_not_go_together() -> None:
-    policy = Held()
+async def test_frames_of_different_sizes_do_not_share_a_batch() -> None:
+    policy = GatedPolicy()
     async with running(policy) as (engine, served):
-        asking = await all_waiting(engine, served, policy, [(seen(size=size), None) for size in [4, 5, 4, 5, 4]])
+        asking = await queue_requests(
+            engine, served, policy, [(make_input(size=size), None) for size in [4, 5, 4, 5, 4]]
+        )
         policy.gate.set()
-        # Nothing larger is compiled for the other size.
-        assert sorted(one.batch for one in await asyncio.gather(*asking)) == [1, 1, 1, 2, 2]
+        # For the other size, only batches of 1 are compiled.
+        assert sorted(answer.batch for answer in await asyncio.gather(*asking)) == [1, 1, 1, 2, 2]
 
 
-async def test_one_asker_has_one_place() -> None:
-    policy, busy = Held(), asyncio.Lock()
+async def test_one_caller_has_one_request_per_batch() -> None:
+    policy, busy = GatedPolicy(), asyncio.Lock()
     async with running(policy) as (engine, served):
-        first = await all_waiting(engine, served, policy, [(seen(), None)])
-        asking = [asyncio.create_task(engine.infer(served, seen(), caller=busy)) for _ in range(4)]
-        other = asyncio.create_task(engine.infer(served, seen()))
+        first = await queue_requests(engine, served, policy, [(make_input(), None)])
+        asking = [asyncio.create_task(engine.infer(served, make_input(), caller=busy)) for _ in range(4)]
+        other = asyncio.create_task(engine.infer(served, make_input()))
         await until(lambda: engine.get_stats()["inferences_waiting"] == 2)
         policy.gate.set()
         await asyncio.gather(*first, other, *asking)
@@ -170,7 +174,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
         await asyncio.sleep(0.01)
         assert policy.batches == []
         assert engine.get_stats()["batch_sizes_to_compile"] == 2
-    # One whose programs are there already, because it took over from another, need not wait.
+    # A policy that takes over compiled programs need not wait.
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
         await until(lambda: served.replicas[0].batch_sizes[frozenset(policy.requirements.cameras.items())] == (1, 2, 4))
@@ -184,14 +188,14 @@ async def test_a_compile_waits_for_clients_without_a_control_loop(monkeypatch) -
     engine = Engine(batch_sizes=(1, 2))
     engine.has_running_robot = lambda: True
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        await engine.infer(served, seen())
+        await engine.infer(served, make_input())
         engine.has_running_robot = lambda: False
         await until(lambda: policy.batches)
         assert time.monotonic() >= engine._last_used_at + 0.2
     await engine.close()
 
 
-async def test_a_compile_can_be_waited_for_and_a_trial_delays_nobody() -> None:
+async def test_idle_follows_compilations_but_not_trials() -> None:
     compiled = threading.Event()
 
     @dataclass
@@ -206,31 +210,31 @@ async def test_a_compile_can_be_waited_for_and_a_trial_delays_nobody() -> None:
     assert engine.batch_compiler.idle.is_set()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
         await until(lambda: not engine.batch_compiler.idle.is_set())
-        engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
+        engine.has_running_robot = lambda: True  # The second size waits until the robot stops.
         compiled.set()
         await asyncio.wait_for(engine.batch_compiler.idle.wait(), 30)
         assert [size for size, _ in policy.batches] == [2]
         assert engine.get_stats()["batch_sizes_to_compile"] == 1
     slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
-    seen_at_rest: list[bool] = []
+    idle_samples: list[bool] = []
 
     def profile(batch: int = 1, cameras: object = None) -> float:
         end = time.monotonic() + 30
-        while batch > 1 and len(seen_at_rest) < 6 and time.monotonic() < end:
+        while batch > 1 and len(idle_samples) < 6 and time.monotonic() < end:
             time.sleep(0.001)
         return 0.1
 
     slow.profile = profile  # type: ignore[method-assign]
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: slow), "other", None, ignore):
         while engine.get_stats()["batch_sizes_to_compile"]:
-            seen_at_rest.append(engine.batch_compiler.idle.is_set())
+            idle_samples.append(engine.batch_compiler.idle.is_set())
             await asyncio.sleep(0.01)
-        assert all(seen_at_rest)
-        assert len(seen_at_rest) > 5
+        assert all(idle_samples)
+        assert len(idle_samples) > 5
     await engine.close()
 
 
-async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
+async def test_a_failed_compilation_only_excludes_larger_batches() -> None:
     @dataclass
     class Small(ScriptedPolicy):
         def compile(self, batch: int = 1, cameras=None) -> None:
@@ -242,36 +246,36 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
         assert served.replicas[0].batch_sizes[frozenset({("front", (4, 6))})] == (1, 2)
-        assert await engine.infer(served, seen())
+        assert await engine.infer(served, make_input())
 
 
 async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
     @dataclass
-    class Rehearsed(ScriptedPolicy):
+    class ProfiledPolicy(ScriptedPolicy):
         profiled: list[int] = field(default_factory=list)
 
         def profile(self, batch: int = 1, cameras: object = None) -> float:
             self.profiled.append(batch)
             return {2: 0.001, 4: 0.1}[batch] if batch > 1 else 0.01
 
-    compiled = [(size, dict(Rehearsed().requirements.cameras)) for size in (2, 4)]
-    for is_beside, counts in ((False, [3, 16, 3]), (True, [3, 3, 3])):
-        policy = Rehearsed(batches=list(compiled))  # a push changes only weights: what is left is a trial
+    compiled = [(size, dict(ProfiledPolicy().requirements.cameras)) for size in (2, 4)]
+    for is_robot_running, counts in ((False, [3, 16, 3]), (True, [3, 3, 3])):
+        policy = ProfiledPolicy(batches=list(compiled))  # All programs are compiled, so only a trial is left.
         engine = Engine(batch_sizes=(1, 2, 4))
-        engine.has_running_robot = [lambda: False, lambda: True][is_beside]
+        engine.has_running_robot = [lambda: False, lambda: True][is_robot_running]
         async with engine.policy_cache.open_policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
             await until(lambda engine=engine: not engine.get_stats()["batch_sizes_to_compile"])
             assert [policy.profiled.count(size) for size in (1, 2, 4)] == counts
         await engine.close()
 
 
-def test_only_whole_observations_with_a_batch_axis_are_stacked() -> None:
+def test_only_complete_observations_with_a_batch_axis_are_stacked() -> None:
     stacks = StackingBuffers()
-    shape = read_layout(seen()).shapes
-    stacks.stack(shape, [seen(0), seen(np.nan)], 4)
-    stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
+    shape = read_layout(make_input()).shapes
+    stacks.stack(shape, [make_input(0), make_input(np.nan)], 4)
+    stacked = stacks.stack(shape, [make_input(1), make_input(2), make_input(3)], 4)
     assert stacked["observation.state"][:, 0].tolist() == [1, 2, 3, 1]
     assert all(array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous for array in stacked.values())
     assert read_layout({"a": np.zeros((2, 3))}).shapes is None
     assert read_layout({"a": np.array(1.0)}).shapes is None
-    assert read_layout(seen()) == read_layout(dict(reversed(seen().items())))
+    assert read_layout(make_input()) == read_layout(dict(reversed(make_input().items())))

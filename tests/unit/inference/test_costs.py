@@ -1,4 +1,4 @@
-"""What batches take: counted by batch size, fed and read by several threads at a time."""
+"""Latency model per batch size, written and read by several threads."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ def costs(**seconds: float) -> LatencyModel:
     return made
 
 
-def test_copied_figures_are_updated_on_their_own_from_then_on() -> None:
+def test_copied_figures_are_updated_independently() -> None:
     before, after = costs(b1=0.010, b8=0.020), LatencyModel()
     before.record(8, 0.030)
     assert after.copy_from(before, 8)
@@ -26,10 +26,10 @@ def test_copied_figures_are_updated_on_their_own_from_then_on() -> None:
     assert after.get_stats() == {"8": {"p50": 25.0, "p90": 30.0}}
     for _ in range(WINDOW):
         after.record(8, 0.1)
-    assert (after.measured(8).median, before.measured(8).median) == (0.1, 0.025), "no sample of the other one is left"
+    assert (after.measured(8).median, before.measured(8).median) == (0.1, 0.025), "each model has only its own samples"
 
 
-def test_copied_figures_count_as_measured_now_at_the_pace_of_now() -> None:
+def test_copied_figures_count_as_fresh_at_the_current_speed() -> None:
     before, after = costs(b8=0.020), costs(b1=0.010)
     for seconds in [0.010] * STALE_AFTER + [0.030] * PACE_WINDOW:
         before.record(1, seconds)
@@ -37,115 +37,117 @@ def test_copied_figures_count_as_measured_now_at_the_pace_of_now() -> None:
     assert before.is_stale(8)
     assert after.copy_from(before, 8)
     assert not after.is_stale(8)
-    assert after.predict(8).median == pytest.approx(0.060), "the device is slow, and that counts for a push, too"
+    assert after.predict(8).median == pytest.approx(0.060), "the slow device also counts for a new policy"
 
 
-def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> None:
-    known = LatencyModel()
+def test_predictions_follow_the_newest_batches_of_any_size() -> None:
+    model = LatencyModel()
     for _ in range(WINDOW):
         for size, seconds in ((1, 0.010), (8, 0.020)):
-            known.record(size, seconds)
+            model.record(size, seconds)
     for _ in range(PACE_WINDOW):
-        known.record(1, 0.030)
-    assert known.predict(8) == (pytest.approx(0.060), pytest.approx(0.060)), "8 did not run since, and it is as slow"
-    assert known.measured(8).median == known.measured(8).p90 == 0.020, "what was measured is told as it was"
+        model.record(1, 0.030)
+    assert model.predict(8) == (pytest.approx(0.060), pytest.approx(0.060)), (
+        "the slowdown also applies to a size that did not run"
+    )
+    assert model.measured(8).median == model.measured(8).p90 == 0.020, "the measured values stay"
 
 
-def test_a_slower_size_changes_the_pace_and_outliers_do_not() -> None:
-    known = costs(b1=0.010, b8=0.020)
+def test_a_slower_size_changes_predictions_and_outliers_do_not() -> None:
+    model = costs(b1=0.010, b8=0.020)
     for _ in range(2 * WINDOW):
-        known.record(1, 0.010)
-        known.record(8, 0.040)
-    assert known.predict(8).median / known.predict(1).median == pytest.approx(4, rel=0.05)
-    known = costs(b1=0.010, b8=0.020)
-    known.record(8, 9.0)
-    assert known.predict(1).median == 0.010
-    known = costs(b1=0.0, b8=0.020)
+        model.record(1, 0.010)
+        model.record(8, 0.040)
+    assert model.predict(8).median / model.predict(1).median == pytest.approx(4, rel=0.05)
+    model = costs(b1=0.010, b8=0.020)
+    model.record(8, 9.0)
+    assert model.predict(1).median == 0.010
+    model = costs(b1=0.0, b8=0.020)
     for _ in range(PACE_WINDOW):
-        known.record(1, 0.0001)
-    assert known.predict(8).median == 0.020
+        model.record(1, 0.0001)
+    assert model.predict(8).median == 0.020
 
 
-def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None:
-    """Over a day of batches of which some take longer, and none shorter."""
-    known, random = LatencyModel(), Random(0)
+def test_predictions_do_not_drift_from_the_measurements() -> None:
+    """The sample is a day of batches, some of which take longer and none shorter."""
+    model, random = LatencyModel(), Random(0)
     true = {1: 0.001, 4: 0.002, 8: 0.004}
     for _ in range(30_000):
         size = random.choice([1, 1, 1, 4, 8])
-        known.record(size, true[size] * (1 + max(random.gauss(0, 0.5), 0)))
+        model.record(size, true[size] * (1 + max(random.gauss(0, 0.5), 0)))
     for size, seconds in true.items():
-        assert seconds / 3 < known._now[0][size].normalized.median < 3 * seconds
-        assert seconds / 2 < known.predict(size).median < 2 * seconds
+        assert seconds / 3 < model._now[0][size].normalized.median < 3 * seconds
+        assert seconds / 2 < model.predict(size).median < 2 * seconds
 
 
-def test_profiling_makes_nothing_old() -> None:
-    known = costs(b1=0.010)
+def test_profiling_marks_all_sizes_as_fresh() -> None:
+    model = costs(b1=0.010)
     for _ in range(STALE_AFTER):
-        known.record(8, 0.020)
-    assert known.is_stale(1)
-    known.mark_fresh()
-    assert not known.is_stale(1)
-    assert known.measured(1).median == 0.010
+        model.record(8, 0.020)
+    assert model.is_stale(1)
+    model.mark_fresh()
+    assert not model.is_stale(1)
+    assert model.measured(1).median == 0.010
 
 
-def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, is_in_the_middle, other_is_through = LatencyModel(), threading.Event(), threading.Event()
+def test_concurrent_records_of_two_threads_are_both_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, is_in_the_middle, other_is_done = LatencyModel(), threading.Event(), threading.Event()
 
     def interrupted(ordered: list[float], number: float) -> None:
         if number == 0.001:
             is_in_the_middle.set()
-            other_is_through.wait(0.3)  # it is not, unless it may come in between
+            other_is_done.wait(0.3)  # The other thread can only finish here if the lock fails.
         insort(ordered, number)
 
-    def learn_another() -> None:
+    def record_another() -> None:
         is_in_the_middle.wait(30)
-        known.record(2, 0.002)
-        other_is_through.set()
+        model.record(2, 0.002)
+        other_is_done.set()
 
     monkeypatch.setattr("service.inference.batching.insort", interrupted)
-    other = threading.Thread(target=learn_another)
+    other = threading.Thread(target=record_another)
     other.start()
-    known.record(1, 0.001)
+    model.record(1, 0.001)
     other.join()
-    assert set(known.get_stats()) == {"1", "2"}
+    assert set(model.get_stats()) == {"1", "2"}
 
 
 @pytest.fixture
-def hurried() -> Iterator[None]:
-    """Threads take turns in the middle of everything."""
+def frequent_switches() -> Iterator[None]:
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("hurried")
-def test_figures_are_whole_while_several_threads_learn() -> None:
-    """A device's thread, one that it left behind, and whoever compiles learn; the event loop and the figures read."""
+@pytest.mark.usefixtures("frequent_switches")
+def test_figures_stay_consistent_with_several_threads() -> None:
+    """Device threads and compilations write; the event loop and the statistics read."""
     failed: list[BaseException] = []
     ended = threading.Event()
 
-    def reading(known: list[LatencyModel]) -> None:
+    def reading(models: list[LatencyModel]) -> None:
         try:
             while not ended.is_set():
-                for one in known:
-                    one.get_stats()
-                    one.measured(1000)
-                    one.upper_bound(1000)
+                for model in models:
+                    model.get_stats()
+                    model.measured(1000)
+                    model.upper_bound(1000)
         except BaseException as error:
             failed.append(error)
 
-    def learning(known: list[LatencyModel], first: int) -> None:
+    def writing(models: list[LatencyModel], first: int) -> None:
         try:
-            for one in known:
+            for model in models:
                 for size in range(first, 60, 2):
-                    one.record(size, 0.001 * size)
+                    model.record(size, 0.001 * size)
         except BaseException as error:
             failed.append(error)
 
-    known = [LatencyModel() for _ in range(100)]
-    readers = [threading.Thread(target=reading, args=(known,)) for _ in range(2)]
-    writers = [threading.Thread(target=learning, args=(known, first)) for first in (1, 2, 1)]
+    models = [LatencyModel() for _ in range(100)]
+    readers = [threading.Thread(target=reading, args=(models,)) for _ in range(2)]
+    writers = [threading.Thread(target=writing, args=(models, first)) for first in (1, 2, 1)]
     for thread in (*readers, *writers):
         thread.start()
     for thread in writers:
@@ -154,4 +156,4 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
     for thread in readers:
         thread.join()
     assert failed == []
-    assert all(set(one.get_stats()) == {str(size) for size in range(1, 60)} for one in known)
+    assert all(set(model.get_stats()) == {str(size) for size in range(1, 60)} for model in models)

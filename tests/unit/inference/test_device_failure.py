@@ -1,4 +1,4 @@
-"""A device that fails where another one answers: nobody notices but the log, and it is not asked any more."""
+"""Failing devices: another device answers, the log reports the failure, and the device is no longer used."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -19,8 +19,8 @@ STUCK = 1.0
 DEAD = RuntimeError("device halted: /root/secret")
 
 
-class House:
-    """An engine on some devices and a policy on each."""
+class EngineRig:
+    """Engine with several devices and a copy of the policy on each device."""
 
     def __init__(self, devices: tuple[str, ...], stack: AsyncExitStack):
         self.on: dict[str, ScriptedPolicy] = {}
@@ -29,15 +29,15 @@ class House:
         self.served: LoadedPolicy
 
     async def load(self, path: str = "p") -> LoadedPolicy:
-        house = self
+        rig = self
 
         class Placed(ScriptedPolicy):
             def on(self, device: str) -> ScriptedPolicy:
-                house.on[device] = other = super().on(device)
+                rig.on[device] = other = super().on(device)
                 return other
 
         def make() -> ScriptedPolicy:
-            first = self.engine.devices.first or "somewhere"
+            first = self.engine.devices.first or "default"
             self.on[first] = policy = Placed(device=first)
             return policy
 
@@ -53,77 +53,77 @@ class House:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def rig() -> AsyncIterator[EngineRig]:
     async with AsyncExitStack() as stack:
-        house = House(("a", "b"), stack)
-        await house.load()
-        yield house
-    await house.engine.close()
+        rig = EngineRig(("a", "b"), stack)
+        await rig.load()
+        yield rig
+    await rig.engine.close()
 
 
-async def test_another_device_answers_for_one_that_fails(house: House) -> None:
-    house.on["a"].failures = [DEAD] * 100
+async def test_another_device_answers_for_a_failing_device(rig: EngineRig) -> None:
+    rig.on["a"].failures = [DEAD] * 100
     for _ in range(MAX_FAILURES + 4):
-        await house.ask()
-    assert (house.acted("a"), house.acted("b")) == (MAX_FAILURES, MAX_FAILURES + 4)
-    facts = house.engine.get_stats()
+        await rig.ask()
+    assert (rig.acted("a"), rig.acted("b")) == (MAX_FAILURES, MAX_FAILURES + 4)
+    facts = rig.engine.get_stats()
     assert facts["devices_failed"] == ["a"]
     assert [device["failed"] for device in facts["devices"]] == ["it raises RuntimeError", None]  # type: ignore[index,union-attr]
     assert "secret" not in str(facts)
 
 
-async def test_a_failed_device_gets_no_compile_and_no_later_policy(house: House) -> None:
-    house.on["a"].failures = [DEAD] * 100
+async def test_a_failed_device_gets_no_compile_and_no_later_policy(rig: EngineRig) -> None:
+    rig.on["a"].failures = [DEAD] * 100
     for _ in range(MAX_FAILURES):
-        await house.ask()
-    house.on["a"].compile_failure = DEAD
-    await house.engine.compile(house.served, {"front": (8, 8)})
-    assert house.served.is_compiled({"front": (8, 8)})
-    assert house.served.policy is house.on["b"]
-    assert house.engine.devices.first == "b"
-    later = await house.load("later")
+        await rig.ask()
+    rig.on["a"].compile_failure = DEAD
+    await rig.engine.compile(rig.served, {"front": (8, 8)})
+    assert rig.served.is_compiled({"front": (8, 8)})
+    assert rig.served.policy is rig.on["b"]
+    assert rig.engine.devices.first == "b"
+    later = await rig.load("later")
     assert [(replica.worker_id, replica.policy.device) for replica in later.replicas] == [(1, "b")]
-    await house.ask()
-    assert house.acted("b") == 1
+    await rig.ask()
+    assert rig.acted("b") == 1
 
 
-async def test_what_fails_everywhere_is_the_policys_fault_and_no_devices(house: House) -> None:
+async def test_a_failure_on_all_devices_is_attributed_to_the_policy(rig: EngineRig) -> None:
     for _ in range(MAX_FAILURES + 2):
-        house.on["a"].failures, house.on["b"].failures = [DEAD], [DEAD]
+        rig.on["a"].failures, rig.on["b"].failures = [DEAD], [DEAD]
         with pytest.raises(PolicyFailed, match="the policy raised RuntimeError"):
-            await house.ask()
-    await house.ask()
-    assert house.engine.get_stats()["devices_failed"] == []
+            await rig.ask()
+    await rig.ask()
+    assert rig.engine.get_stats()["devices_failed"] == []
 
 
-async def test_an_answer_in_between_makes_up_for_failures(house: House) -> None:
+async def test_an_answer_resets_the_failure_count_of_a_device(rig: EngineRig) -> None:
     for _ in range(MAX_FAILURES + 2):
-        house.on["a"].failures = [DEAD]
-        for _ in range(4):  # of which each device is asked two, or one and what the other does not answer
-            await house.ask()
-        assert not house.on["a"].failures
-    assert house.engine.get_stats()["devices_failed"] == []
+        rig.on["a"].failures = [DEAD]
+        for _ in range(4):  # Four requests are enough for a failure and an answer of device "a".
+            await rig.ask()
+        assert not rig.on["a"].failures
+    assert rig.engine.get_stats()["devices_failed"] == []
 
 
-async def test_other_device_is_used_after_one_hangs(house: House) -> None:
+async def test_the_other_device_is_used_after_a_device_hangs(rig: EngineRig) -> None:
     gate = threading.Event()
-    house.on["a"].failures = [gate]
+    rig.on["a"].failures = [gate]
     try:
-        await house.ask()  # when the first device counts as stuck
-        before = house.acted("a")
-        await house.ask()
-        assert (house.acted("a"), house.acted("b")) == (before, 2)
+        await rig.ask()  # The other device answers when the first device counts as stuck.
+        before = rig.acted("a")
+        await rig.ask()
+        assert (rig.acted("a"), rig.acted("b")) == (before, 2)
     finally:
         gate.set()
 
 
-async def test_two_lanes_of_one_device_are_one_device() -> None:
+async def test_two_workers_of_one_device_count_as_one_device() -> None:
     async with AsyncExitStack() as stack:
-        house = House(("a", "a"), stack)
-        served = await house.load()
+        rig = EngineRig(("a", "a"), stack)
+        served = await rig.load()
         for replica in served.replicas:
             replica.policy.failures = [DEAD] * 100  # type: ignore[attr-defined]
         with pytest.raises(PolicyFailed):
-            await house.ask()
+            await rig.ask()
         assert sum(replica.policy.acted for replica in served.replicas) == 1  # type: ignore[attr-defined]
-    await house.engine.close()
+    await rig.engine.close()

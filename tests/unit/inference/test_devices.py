@@ -1,4 +1,4 @@
-"""Policies on several devices: copies that share the load, and one spread over all of them."""
+"""Policies on several devices: copies that share the load, and a policy that is sharded over all devices."""
 
 import asyncio
 import subprocess
@@ -15,7 +15,7 @@ from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
 ROOT = Path(__file__).parents[3]
-# In a process of its own: how many devices there are is decided when JAX begins.
+# The script runs in a separate process because JAX fixes the number of devices at its start.
 SCRIPT = """
 import asyncio
 import time
@@ -35,21 +35,21 @@ from jaxmodels.weights import blueprint
 from service.inference.engine import Engine
 from tests.testing.pauses import Pauses
 
-seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
+inputs, outputs = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
 small = dict(dim_model=128, n_heads=2, dim_feedforward=256, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
-config = ActConfig(input_features=seen, output_features=given, chunk_size=8, n_action_steps=8, **small)
+config = ActConfig(input_features=inputs, output_features=outputs, chunk_size=8, n_action_steps=8, **small)
 shapes = blueprint(lambda rngs: Act(config, rngs=rngs)).shapes
 rng = np.random.default_rng(0)
 weights = {name: 0.1 * rng.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
 stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
-normalization = build_normalization(seen, given, config.normalization_mapping, stats)
+normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
 policy = Policy(Checkpoint(config, weights, normalization), device="cpu:0")
 
 observation = {ENVIRONMENT_STATE: np.ones((1, 4), np.float32)}
 chunk = policy.act(observation)
 everywhere = "+".join(f"cpu:{number}" for number in range(8))
 same, copy, spread = policy.on("cpu:0"), policy.on("cpu:1"), policy.on(everywhere)
-assert same._weights is policy._weights, "one copy in memory"
+assert same._weights is policy._weights, "the weights are in memory once"
 assert (same.device, copy.device, spread.device) == ("cpu:0", "cpu:1", everywhere)
 assert {device.id for weight in copy._weights for device in weight.devices()} == {1}
 assert np.array_equal(copy.act(observation), chunk)
@@ -59,44 +59,44 @@ assert held < 0.2 * sum(weight.nbytes for weight in policy._weights)
 assert name_devices(["all"]) == tuple(everywhere.split("+"))
 assert name_devices(["1", "cpu:0"]) == ("cpu:1", "cpu:0")
 assert name_devices(["all"], together=True) == (everywhere,)
-for asked, together in ((["8"], False), (["all", "1"], True), (["nonsense"], False)):
+for names, together in ((["8"], False), (["all", "1"], True), (["nonsense"], False)):
     try:
-        name_devices(asked, together=together)
+        name_devices(names, together=together)
     except ConfigError:
         continue
-    raise SystemExit(f"{asked} was taken")
-for wrong in ("cpu:0+cpu:0", "cpu:8", "cpu:0+nonsense"):
+    raise SystemExit(f"{names} was accepted")
+for name in ("cpu:0+cpu:0", "cpu:8", "cpu:0+nonsense"):
     try:
-        policy.on(wrong)
+        policy.on(name)
     except ConfigError:
         continue
-    raise SystemExit(f"{wrong} was taken")
+    raise SystemExit(f"{name} was accepted")
 
 
 async def robots() -> None:
-    # Eight on eight devices; the weights of one of them are gone in the middle.
+    # Eight robots use eight devices. During the run, the weights on one device are deleted.
     engine = Engine(devices=everywhere.split("+"), batch_sizes=(1,))
     answered = {robot: [] for robot in range(8)}
 
     end = asyncio.Event()
 
-    async def until(claim):
+    async def until(condition):
         async with asyncio.timeout(60):
-            while not claim():
+            while not condition():
                 await asyncio.sleep(0.01)
 
-    async def ride(robot, served):
-        asker = asyncio.Event()
+    async def run_robot(robot, served):
+        caller = asyncio.Event()
         while not end.is_set():
-            inference = await engine.infer(served, observation, due=time.monotonic() + 0.05, caller=asker)
+            inference = await engine.infer(served, observation, due=time.monotonic() + 0.05, caller=caller)
             assert np.array_equal(inference.chunk, chunk)
             answered[robot].append(time.monotonic())
             await asyncio.sleep(0.02)
 
     async with engine.policy_cache.open_policy(lambda *_, **__: policy, "p", None, lambda word: None) as served:
         assert len(served.replicas) == 8
-        riding = [asyncio.create_task(ride(robot, served)) for robot in range(8)]
-        # Each device has its robots.
+        robots = [asyncio.create_task(run_robot(robot, served)) for robot in range(8)]
+        # Wait until each device has served a robot.
         await until(lambda: all(figures["batches"] for figures in engine.get_stats()["devices"]))
         for weight in served.replicas[3].policy._weights:
             weight.delete()
@@ -104,7 +104,7 @@ async def robots() -> None:
         before = {robot: len(times) for robot, times in answered.items()}
         await until(lambda: all(len(times) > before[robot] + 20 for robot, times in answered.items()))
         end.set()
-        await asyncio.gather(*riding)
+        await asyncio.gather(*robots)
         assert engine.get_stats()["devices_failed"] == ["cpu:3"]
         assert [replica.policy.device for replica in served.replicas] == [f"cpu:{n}" for n in range(8) if n != 3]
     await engine.close()
@@ -115,17 +115,17 @@ async def robots() -> None:
 
 with Pauses() as pauses:
     asyncio.run(robots())
-print("well")
+print("done")
 """
 
 
 @pytest.mark.timeout(300)
-def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
+def test_a_policy_is_copied_or_sharded_over_devices() -> None:
     environment = process_environment(devices=8, quick=True) | {"ROBOJAX_COMPILE_CACHE": "off"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
     )
-    assert done.stdout.strip() == "well", done.stderr[-2000:]
+    assert process.stdout.strip() == "done", process.stderr[-2000:]
 
 
 async def test_the_least_busy_device_is_used() -> None:
@@ -161,7 +161,7 @@ async def test_the_least_busy_device_is_used() -> None:
 
 @pytest.mark.parametrize("devices", [(), ("a",), ("a", "a")])
 async def test_any_number_of_devices_is_closed(devices: tuple[str, ...]) -> None:
-    before = set(threading.enumerate())  # another test's may still be busy
+    before = set(threading.enumerate())  # A thread of another test may still be busy.
     engine = Engine(devices=devices)
     assert len(set(threading.enumerate()) - before) == max(len(devices), 1)
     await engine.close()

@@ -31,14 +31,14 @@ async def engine():
 
 
 @dataclass
-class Compiling(ScriptedPolicy):
-    """Its compiles wait for the test, once there is a gate; failures come after that."""
+class CompilingPolicy(ScriptedPolicy):
+    """Policy whose compilation waits for the gate, if there is a gate, before it fails or succeeds."""
 
     gate: threading.Event | None = None
-    begun: threading.Event = field(default_factory=threading.Event)
+    started: threading.Event = field(default_factory=threading.Event)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
-        self.begun.set()
+        self.started.set()
         if self.gate is not None:
             assert self.gate.wait(30)
         super().compile(batch, cameras)
@@ -59,7 +59,7 @@ async def test_only_a_short_inference_on_an_idle_device_runs_at_once(engine: Eng
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         (latency,) = served.replicas[0].latencies.values()
         latency.record(1, 1.0)
-        assert engine.infer_now(served, OBSERVATION) is None, "it may be long"
+        assert engine.infer_now(served, OBSERVATION) is None, "the inference may take long"
         for _ in range(2 * WINDOW):
             latency.record(1, 0.0)
         policy.threads.clear()
@@ -68,7 +68,7 @@ async def test_only_a_short_inference_on_an_idle_device_runs_at_once(engine: Eng
         np.testing.assert_array_equal(result.chunk, (await engine.infer(served, OBSERVATION)).chunk)
         assert policy.threads == {threading.current_thread().name, "device"}
         policy.failures = [ValueError()]
-        assert engine.infer_now(served, OBSERVATION) is None, "it raised"
+        assert engine.infer_now(served, OBSERVATION) is None, "the policy raised"
         policy.failures = [gate := threading.Event()]
         other = asyncio.create_task(engine.infer(served, OBSERVATION))
         await asyncio.sleep(0)
@@ -90,7 +90,7 @@ async def test_a_policy_is_loaded_once_and_dropped_after_its_last_session(engine
     assert loader.loads == ["p", "p"]
 
 
-async def test_two_sessions_that_wait_for_one_load_share_it_and_both_hear_of_it(engine: Engine) -> None:
+async def test_two_sessions_share_one_load_and_both_get_its_progress(engine: Engine) -> None:
     loader = ScriptedLoader(gate=threading.Event())
     words: list[tuple[int, str]] = []
 
@@ -117,15 +117,15 @@ async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(engine,
         async with engine.policy_cache.open_policy(loader, "p", None, ignore):
             pass
 
-    impatient, *others = [asyncio.create_task(use()) for _ in range(1 + is_other_waiting)]
+    first, *others = [asyncio.create_task(use()) for _ in range(1 + is_other_waiting)]
     await asyncio.sleep(0.02)
-    impatient.cancel()
+    first.cancel()
     if others:
         with pytest.raises(asyncio.CancelledError):
-            await impatient
+            await first
     loader.gate.set()
     await asyncio.gather(*others)
-    dropped = {"policies_loaded": 0, "policies_loading": 0}  # one a moment before the other
+    dropped = {"policies_loaded": 0, "policies_loading": 0}  # The two counts change one after the other.
     await until(lambda: engine.get_stats() | dropped == engine.get_stats())
 
 
@@ -137,7 +137,9 @@ async def test_a_load_with_a_departed_caller_serves_others_or_is_dropped(engine,
         (MemoryError(), r"\(out of memory\)"),
     ],
 )
-async def test_a_failed_load_says_why_and_can_be_repeated(engine: Engine, failure: Exception, text: str) -> None:
+async def test_a_failed_load_states_its_reason_and_can_be_repeated(
+    engine: Engine, failure: Exception, text: str
+) -> None:
     loader = ScriptedLoader(failure=failure)
     with pytest.raises(PolicyError, match=text) as caught:
         async with engine.policy_cache.open_policy(loader, "p", None, ignore):
@@ -148,15 +150,15 @@ async def test_a_failed_load_says_why_and_can_be_repeated(engine: Engine, failur
         assert served.is_compiled({"front": (48, 64)})
 
 
-async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(engine: Engine) -> None:
-    policy = Compiling()
+async def test_other_frame_sizes_are_compiled_outside_the_device_thread(engine: Engine) -> None:
+    policy = CompilingPolicy()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         sizes = {"front": (480, 640)}
         assert not served.is_compiled(sizes)
-        policy.begun.clear()
+        policy.started.clear()
         policy.gate = threading.Event()
         compiling = asyncio.create_task(engine.compile(served, sizes))
-        await until(policy.begun.is_set)
+        await until(policy.started.is_set)
         await engine.infer(served, OBSERVATION)
         assert not compiling.done()
         policy.gate.set()
@@ -164,44 +166,46 @@ async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(en
         assert served.is_compiled(sizes)
 
 
-async def abandoned(engine: Engine, served: LoadedPolicy, policy: Compiling, sizes: dict[str, tuple[int, int]]) -> None:
-    """Wait for a compile until it has begun, and give up."""
+async def abandon_compile(
+    engine: Engine, served: LoadedPolicy, policy: CompilingPolicy, sizes: dict[str, tuple[int, int]]
+) -> None:
+    """Start a compilation, and abandon the wait after it has begun."""
     asking = asyncio.create_task(engine.compile(served, sizes))
-    await until(policy.begun.is_set)
+    await until(policy.started.is_set)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await asking
 
 
-async def test_a_compile_that_was_given_up_on_is_joined_later(engine: Engine) -> None:
-    policy = Compiling()
+async def test_an_abandoned_compile_is_continued_by_later_requests(engine: Engine) -> None:
+    policy = CompilingPolicy()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         before, sizes = len(policy.compiled), {"front": (480, 640)}
         policy.gate = threading.Event()
-        policy.begun.clear()
+        policy.started.clear()
         for _ in range(3):
-            await abandoned(engine, served, policy, sizes)
-            assert engine.policy_cache.building.locked(), "nothing else is loaded meanwhile"
+            await abandon_compile(engine, served, policy, sizes)
+            assert engine.policy_cache.building.locked(), "no other policy loads during the compilation"
         policy.gate.set()
         await engine.compile(served, sizes)
         assert len(policy.compiled) == before + 1
 
 
 async def test_an_abandoned_compile_that_fails_is_tried_again(engine: Engine) -> None:
-    policy = Compiling()
+    policy = CompilingPolicy()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.gate, policy.compile_failure = threading.Event(), RuntimeError("no")
-        policy.begun.clear()
-        await abandoned(engine, served, policy, {"front": (4, 4)})
+        policy.started.clear()
+        await abandon_compile(engine, served, policy, {"front": (4, 4)})
         policy.gate.set()
-        async with engine.policy_cache.building:  # it is over
+        async with engine.policy_cache.building:  # The compilation has ended.
             pass
         policy.compile_failure = None
         await engine.compile(served, {"front": (4, 4)})
         assert served.is_compiled({"front": (4, 4)})
 
 
-async def test_a_failing_compile_is_told_to_the_session(engine: Engine) -> None:
+async def test_a_failing_compile_is_reported_to_the_session(engine: Engine) -> None:
     policy = ScriptedPolicy()
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.compile_failure = ObservationError("no such camera")
@@ -213,7 +217,7 @@ async def test_a_failing_compile_is_told_to_the_session(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError("/root/secret"), StopIteration(), TimeoutError()])
-async def test_an_exception_of_the_policy_is_told_by_its_kind_only(engine: Engine, failure: Exception) -> None:
+async def test_an_exception_of_a_policy_is_reported_by_its_type_only(engine: Engine, failure: Exception) -> None:
     policy = ScriptedPolicy(failures=[failure])
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="the policy raised") as caught:
@@ -225,11 +229,13 @@ async def test_an_exception_of_the_policy_is_told_by_its_kind_only(engine: Engin
         assert (await engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
 
-OUT_OF_MEMORY = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70368744177664 bytes.")  # XLA's words
+OUT_OF_MEMORY = RuntimeError(
+    "RESOURCE_EXHAUSTED: Out of memory allocating 70368744177664 bytes."
+)  # The message of XLA.
 
 
 @pytest.mark.parametrize("failure", [OUT_OF_MEMORY, MemoryError()])
-async def test_memory_that_runs_out_is_told_as_that_and_others_go_on(engine: Engine, failure: Exception) -> None:
+async def test_out_of_memory_is_reported_and_other_policies_continue(engine: Engine, failure: Exception) -> None:
     policy = ScriptedPolicy(failures=[failure], compile_failure=failure)
     async with (
         engine.policy_cache.open_policy(ScriptedLoader(), "other", None, ignore) as other,
@@ -246,22 +252,22 @@ async def test_memory_that_runs_out_is_told_as_that_and_others_go_on(engine: Eng
                 pass
 
 
-async def test_memory_that_really_runs_out_in_jax_is_the_same() -> None:
+async def test_a_real_out_of_memory_of_jax_is_reported() -> None:
     import jax.numpy as jnp
 
     class Greedy(ScriptedPolicy):
         def act(self, observation):
             return np.asarray(jnp.zeros((1 << 44,)))
 
-    jnp.zeros(()).block_until_ready()  # starting JAX takes longer than an inference may
-    engine = Engine(stuck_after=60)  # JAX begins in it
+    jnp.zeros(()).block_until_ready()  # The start of JAX takes longer than an inference may.
+    engine = Engine(stuck_after=60)
     async with engine.policy_cache.open_policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="out of memory"):
             await engine.infer(served, OBSERVATION)
     await engine.close()
 
 
-async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, caplog) -> None:
+async def test_a_stored_error_does_not_keep_the_policy_in_memory(engine: Engine, caplog) -> None:
     made: list[weakref.ref[ScriptedPolicy]] = []
 
     def make() -> ScriptedPolicy:
@@ -269,16 +275,16 @@ async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, ca
         made.append(weakref.ref(policy))
         return policy
 
-    with pytest.raises(PolicyError) as kept:
+    with pytest.raises(PolicyError) as caught:
         async with engine.policy_cache.open_policy(ScriptedLoader(make), "p", None, ignore):
             pass
     caplog.clear()
     gc.collect()
     assert made[0]() is None
-    assert kept.value.__cause__ is OUT_OF_MEMORY
+    assert caught.value.__cause__ is OUT_OF_MEMORY
 
 
-async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
+async def test_all_waiting_requests_end_with_the_engine() -> None:
     engine, never = Engine(stuck_after=60), threading.Event()
     policy = ScriptedPolicy(failures=[never])
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
@@ -293,7 +299,7 @@ async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
     never.set()
 
 
-async def test_waiting_behind_a_slow_inference_is_not_being_stuck() -> None:
+async def test_waiting_for_a_slow_inference_does_not_count_as_stuck() -> None:
     engine, gate = Engine(stuck_after=1.2), threading.Event()
     slow, quick = ScriptedPolicy(latency=0.15, failures=[gate]), ScriptedPolicy()
     async with (
@@ -305,13 +311,13 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck() -> None:
         asking += [asyncio.create_task(engine.infer(served, OBSERVATION)) for served in (*[first] * 9, second)]
         await until(lambda: engine.get_stats()["inferences_waiting"] == 10)
         gate.set()
-        _, *slow_ones, quick_one = await asyncio.gather(*asking)
-    assert slow_ones[-1].queue > 1.2
-    assert all(inference.queue > quick_one.queue for inference in slow_ones)
+        _, *slow_results, quick_result = await asyncio.gather(*asking)
+    assert slow_results[-1].queue > 1.2
+    assert all(inference.queue > quick_result.queue for inference in slow_results)
     await engine.close()
 
 
-async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine) -> None:
+async def test_a_cancelled_request_that_has_not_begun_is_skipped(engine: Engine) -> None:
     gate = threading.Event()
     policy = ScriptedPolicy(failures=[gate])
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
@@ -326,7 +332,7 @@ async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine)
     assert policy.acted == 2
 
 
-async def test_a_policy_is_tried_out_away_from_the_device_thread(engine: Engine) -> None:
+async def test_a_trial_runs_outside_the_device_thread(engine: Engine) -> None:
     policy = ScriptedPolicy(step=2.0)
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         chunk, seconds = await engine.run_trial(served, OBSERVATION)
@@ -345,7 +351,7 @@ async def test_a_trial_runs_on_a_device_that_is_never_idle(engine: Engine, monke
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.failures.append(gate)
         robot = asyncio.create_task(engine.infer(served, OBSERVATION))
-        while not policy.acted:  # noqa: ASYNC110 - it is another thread's
+        while not policy.acted:  # noqa: ASYNC110 - another thread changes the count
             await asyncio.sleep(0.001)
         async with asyncio.timeout(30):
             await engine.run_trial(served, OBSERVATION)
@@ -355,10 +361,10 @@ async def test_a_trial_runs_on_a_device_that_is_never_idle(engine: Engine, monke
 
 async def test_a_revision_is_loaded_from_a_folder_and_like_another_policy(engine: Engine) -> None:
     first, second = ScriptedPolicy(), ScriptedPolicy()
-    asked: list[tuple[object, ...]] = []
+    calls: list[tuple[object, ...]] = []
 
     def load(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
-        asked.append((path, revision, like))
+        calls.append((path, revision, like))
         return first if like is None else second
 
     async with (
@@ -368,11 +374,11 @@ async def test_a_revision_is_loaded_from_a_folder_and_like_another_policy(engine
         ) as other,
         engine.policy_cache.open_policy(load, "owner/name", "1" * 40, ignore) as same,
     ):
-        assert asked == [("owner/name", None, None), ("/files", None, first)]
+        assert calls == [("owner/name", None, None), ("/files", None, first)]
         assert same is other
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="niceness of a thread is Linux's")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux has a niceness per thread")
 async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -382,7 +388,7 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
     assert niceness() == here
 
 
-async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(monkeypatch) -> None:
+async def test_close_does_not_wait_for_a_stuck_device_thread(monkeypatch) -> None:
     never = threading.Event()
     engine = Engine(stuck_after=60)
     async with engine.policy_cache.open_policy(
@@ -390,16 +396,16 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
     ) as served:
         asking = asyncio.create_task(engine.infer(served, OBSERVATION))
         await asyncio.sleep(0.01)
-        given, close = list[float](), InferenceWorker.close
-        monkeypatch.setattr(InferenceWorker, "close", lambda self, within: given.append(within) or close(self, within))
+        limits, close = list[float](), InferenceWorker.close
+        monkeypatch.setattr(InferenceWorker, "close", lambda self, within: limits.append(within) or close(self, within))
         async with asyncio.timeout(30):
             await engine.close()
-        assert given == [1.0]
+        assert limits == [1.0]
         with pytest.raises(WorkerClosed):
             await asking
         never.set()
 
 
-def test_sizes_are_said_in_words() -> None:
+def test_frame_sizes_are_described_as_text() -> None:
     assert describe_sizes({"a": (480, 640), "b": (480, 640)}) == "480x640 frames"
     assert describe_sizes({"b": (4, 6), "a": (480, 640)}) == "480x640 frames of 'a', 4x6 frames of 'b'"

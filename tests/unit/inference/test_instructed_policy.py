@@ -1,4 +1,4 @@
-"""A session with a compiled policy that reads language, from a folder."""
+"""Session with a compiled language policy that is loaded from a folder."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ from service.inference.loaded_policy import task_input
 from service.sessions.store import NewSession
 from tests.unit.inference.test_real_policy import POSE, sessions_of, write_diffusion
 
-# Programs are compiled here, which takes a slow machine a minute each.
+# The tests compile programs, which takes a slow machine a minute per program.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]
 
 NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")
@@ -25,9 +25,9 @@ RED, BLUE = "pick up the red cube", "pick up the blue cube"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose actions depend on the instruction."""
+    """Write a policy whose actions depend on the instruction."""
     return write_diffusion(
-        tmp_path_factory.mktemp("policies") / "told",
+        tmp_path_factory.mktemp("policies") / "instructed",
         spread=5.0,
         scale=0.3,
         rate=20.0,
@@ -47,7 +47,7 @@ async def test_a_real_policy_follows_its_instruction(folder: Path) -> None:
 
         async def newest(after: int) -> np.ndarray:
             async with asyncio.timeout(100):
-                while robot_io.controller.chunks <= after:  # noqa: ASYNC110 - control has no events
+                while robot_io.controller.chunks <= after:  # noqa: ASYNC110 - the controller has no event for it
                     await asyncio.sleep(0.01)
             return robot_io.runner.recent[-1][1]
 
@@ -64,10 +64,10 @@ async def test_a_real_policy_follows_its_instruction(folder: Path) -> None:
 def test_instructions_in_one_batch_get_their_own_answers(folder: Path) -> None:
     policy = jaxmodels.load_policy(folder)
     tasks = [RED, BLUE, "put it down", "wave", RED]
-    seen = [make_observation(policy.requirements) | task_input(task) for task in tasks]
-    shapes = {read_layout(one).shapes for one in seen}
-    [shape] = shapes  # otherwise the engine puts them into lines of their own
-    together = policy.act(StackingBuffers().stack(shape, seen, 8))
-    alone = [policy.act(one)[0] for one in seen]
-    np.testing.assert_allclose(together[: len(tasks)], alone, atol=1e-4)
-    assert np.abs(alone[0] - alone[1]).max() > 0.01
+    inputs = [make_observation(policy.requirements) | task_input(task) for task in tasks]
+    shapes = {read_layout(observation).shapes for observation in inputs}
+    [shape] = shapes  # Only inputs of one layout share a batch.
+    together = policy.act(StackingBuffers().stack(shape, inputs, 8))
+    single = [policy.act(observation)[0] for observation in inputs]
+    np.testing.assert_allclose(together[: len(tasks)], single, atol=1e-4)
+    assert np.abs(single[0] - single[1]).max() > 0.01

@@ -35,7 +35,7 @@ def folder(tmp_path):
     return tmp_path / "arm"
 
 
-def told(folder, inspection=None):
+def error_of(folder, inspection=None):
     with pytest.raises(CheckpointError) as caught:
         (inspection or CheckpointSandbox())(folder)
     text = str(caught.value)
@@ -43,7 +43,7 @@ def told(folder, inspection=None):
     return text
 
 
-def test_a_policy_is_read_to_its_end_and_only_files_of_known_names(folder, caplog):
+def test_only_policy_files_are_read_and_they_are_read_completely(folder, caplog):
     (folder / "modeling.py").write_text("raise SystemExit(3)")
     (folder / "weights.bin").write_bytes(b"\x80\x04.")
     with caplog.at_level("INFO"):
@@ -51,7 +51,7 @@ def test_a_policy_is_read_to_its_end_and_only_files_of_known_names(folder, caplo
     assert "2 tensors, 34 bytes" in caplog.text
 
 
-def test_a_folder_may_be_named_from_where_the_server_was_started(folder, monkeypatch):
+def test_a_relative_path_is_accepted(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     CheckpointSandbox()(Path("arm"))
 
@@ -62,7 +62,7 @@ def test_the_policy_of_the_demo_passes(caplog):
     assert "tensors" in caplog.text
 
 
-def spoil_shard(folder):
+def damage_shard(folder):
     (folder / "model.safetensors").unlink()
     for number, value in ((1, 1.0), (2, np.nan)):
         write(folder / f"model-0000{number}-of-00002.safetensors", {f"t{number}": np.array([value], np.float32)})
@@ -70,12 +70,12 @@ def spoil_shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def spoil_end(folder):
+def damage_end(folder):
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw[:-3])
 
 
-def spoil_link(folder):
+def damage_link(folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/proc/self/mem")
 
@@ -89,11 +89,14 @@ def content(raw, name="model.safetensors"):
 
 
 HUGE = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}}).encode()
-SPOILED = {
-    "a NaN": (tensors(fine=np.ones(2, np.float32), sick=np.array([1, np.nan], np.float32)), "an infinity in sick"),
-    "an infinity": (tensors(sick=np.array([np.inf], np.float16)), "a NaN or an infinity in sick"),
-    "a shard": (spoil_shard, "model-00002-of-00002.safetensors: a NaN or an infinity in t2"),
-    "cut off": (spoil_end, "not a readable safetensors file"),
+DAMAGES = {
+    "a NaN": (
+        tensors(valid=np.ones(2, np.float32), invalid=np.array([1, np.nan], np.float32)),
+        "an infinity in invalid",
+    ),
+    "an infinity": (tensors(invalid=np.array([np.inf], np.float16)), "a NaN or an infinity in invalid"),
+    "a shard": (damage_shard, "model-00002-of-00002.safetensors: a NaN or an infinity in t2"),
+    "cut off": (damage_end, "not a readable safetensors file"),
     "length": (content(struct.pack("<Q", 1 << 62) + b"{}"), "claims 4611686018427387904 bytes"),
     "count": (
         tensors(**{f"t{number}": np.zeros(0, np.float32) for number in range(10_001)}),
@@ -102,19 +105,19 @@ SPOILED = {
     "shape": (content(struct.pack("<Q", len(HUGE)) + HUGE + b"1234"), "not a readable safetensors file"),
     "config": (content(b'{"type": NaN}', "config.json"), "config.json"),
     "depth": (content(b'{"a":' * 100_000, "config.json"), "config.json: malformed JSON"),
-    "link": (spoil_link, "model.safetensors"),
+    "link": (damage_link, "model.safetensors"),
 }
 
 
-@pytest.mark.parametrize("kind", SPOILED)
-def test_what_is_wrong_with_files_is_told_by_their_name(folder, kind):
-    spoil, words = SPOILED[kind]
-    spoil(folder)
-    assert words in told(folder)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_reported_by_its_name(folder, kind):
+    damage, message = DAMAGES[kind]
+    damage(folder)
+    assert message in error_of(folder)
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("program", "message"),
     [
         ("x = bytearray(1 << 40)", "out of memory"),
         ("x = []\nwhile True: x.append(bytearray(1 << 24))", "out of memory"),
@@ -127,16 +130,18 @@ def test_what_is_wrong_with_files_is_told_by_their_name(folder, kind):
         ("import time; time.sleep(60)", "took over"),
     ],
 )
-def test_whatever_becomes_of_the_child_its_parent_lives_and_says_so(folder, program, words):
-    text = told(folder, CheckpointSandbox(1 << 28, timeout=60.0 if "sleep" not in program else 0.2, program=program))
-    assert words in text
+def test_the_parent_survives_and_reports_any_end_of_the_child(folder, program, message):
+    text = error_of(
+        folder, CheckpointSandbox(1 << 28, timeout=60.0 if "sleep" not in program else 0.2, program=program)
+    )
+    assert message in text
     assert "secret" not in text
 
 
-def test_the_child_has_nothing_of_its_parents_environment(folder, monkeypatch):
+def test_the_child_gets_no_secret_of_the_environment(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     program = "import json, os; print(json.dumps({'error': ' '.join(sorted(os.environ))}))"
-    names = set(told(folder, CheckpointSandbox(program=program)).removeprefix("arm: ").split())
+    names = set(error_of(folder, CheckpointSandbox(program=program)).removeprefix("arm: ").split())
     threads = {"OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"}
     assert names <= {"LC_CTYPE", "PATH", "PYTHONDONTWRITEBYTECODE", *threads}
 
@@ -148,7 +153,7 @@ def replacing(old, new, times):
 
 REPEATED = {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2000, "pair": [], "special_tokens": {}}
 TOKENIZERS = {
-    "honest": (replacing({"String": " "}, "\u2581", 1), None),
+    "valid": (replacing({"String": " "}, "\u2581", 1), None),
     "a letter is doubled": (replacing({"String": "a"}, "aa", 10), "1024 normalized characters of 'a'"),
     "a rare word is doubled": (replacing({"String": "zebra"}, "zebrazebra", 10), "normalized characters of 'zebra"),
     "tokens are repeated": ({"post_processor": {"type": "TemplateProcessing", **REPEATED}}, "2000 tokens of 'a'"),
@@ -170,18 +175,18 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
+def test_a_tokenizer_that_multiplies_its_input_is_refused(folder, kind):
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
-    values, words = TOKENIZERS[kind]
+    values, message = TOKENIZERS[kind]
     (folder / "vlm").mkdir()
     write_tokenizer(folder / "vlm", values)
     sandbox = CheckpointSandbox(1 << 28)
-    if words is None:
+    if message is None:
         sandbox(folder)
     else:
-        text = told(folder, sandbox)
+        text = error_of(folder, sandbox)
         assert "vlm/tokenizer.json: " in text
-        assert words in text
+        assert message in text
 
 
 def write_tokenizer(folder, values):
@@ -191,7 +196,7 @@ def write_tokenizer(folder, values):
     (folder / "tokenizer.json").write_text(json.dumps(whole | values))
 
 
-def test_tokenizer_of_the_hub_cache_is_verified_too(folder, tmp_path, monkeypatch):
+def test_a_tokenizer_of_the_hub_cache_is_verified_too(folder, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     snapshot = tmp_path / "cache/models--someone--vlm/snapshots" / ("0" * 40)
@@ -200,14 +205,14 @@ def test_tokenizer_of_the_hub_cache_is_verified_too(folder, tmp_path, monkeypatc
     (tmp_path / "cache/models--someone--vlm/refs/main").write_text("0" * 40)
     write_tokenizer(snapshot, TOKENIZERS["a letter is doubled"][0])
     (folder / "config.json").write_text('{"type": "smolvla", "vlm_model_name": "someone/vlm"}')
-    assert "someone/vlm/tokenizer.json in the Hub's cache: the tokenizer makes 1024" in told(folder)
+    assert "someone/vlm/tokenizer.json in the Hub's cache: the tokenizer makes 1024" in error_of(folder)
 
 
-def test_file_named_like_weights_does_not_hide_an_orbax_tree(folder):
+def test_a_file_named_like_weights_does_not_hide_an_orbax_tree(folder):
     (folder / "model.safetensors").rename(folder / "model_2.safetensors")
     (folder / "orbax").mkdir()
     (folder / "orbax/_METADATA").write_text("[" * 100_000)
-    assert "orbax/_METADATA: malformed JSON" in told(folder)
+    assert "orbax/_METADATA: malformed JSON" in error_of(folder)
 
 
 def edit_array(**values):
@@ -219,7 +224,7 @@ def edit_array(**values):
 
 
 TREES = {
-    "honest": (lambda folder: None, None),
+    "valid": (lambda folder: None, None),
     "long metadata": (content(b"[" + b"0," * (5 << 20) + b"0]", "orbax/_METADATA"), "orbax/_METADATA: 10485763 bytes"),
     "deep metadata": (content(b"[" * 100_000, "orbax/_METADATA"), "orbax/_METADATA: malformed JSON"),
     "chunk larger than the array": (edit_array(chunks=[1 << 30]), "orbax/a: has chunks of shape"),
@@ -231,8 +236,8 @@ TREES = {
 
 
 @pytest.mark.parametrize("kind", TREES)
-def test_orbax_tree_is_read_before_an_engine_reads_it(folder, kind):
-    spoil, words = TREES[kind]
+def test_an_orbax_tree_is_verified_before_an_engine_reads_it(folder, kind):
+    damage, message = TREES[kind]
     (folder / "model.safetensors").unlink()
     (folder / "orbax/a").mkdir(parents=True)
     array = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "order": "C", "filters": None}
@@ -240,14 +245,14 @@ def test_orbax_tree_is_read_before_an_engine_reads_it(folder, kind):
     (folder / "orbax/a/.zarray").write_text(json.dumps(array))
     (folder / "orbax/a/0").write_bytes(zlib.compress(np.ones(4, np.float32).tobytes()))
     (folder / "orbax/_METADATA").write_text("{}")
-    spoil(folder)
-    if words is None:
+    damage(folder)
+    if message is None:
         CheckpointSandbox()(folder)
     else:
-        assert words in told(folder)
+        assert message in error_of(folder)
 
 
-def test_changed_orbax_file_is_not_the_verified_one(folder):
+def test_a_change_of_an_orbax_file_after_verification_is_detected(folder):
     (folder / "model.safetensors").unlink()
     (folder / "orbax").mkdir()
     (folder / "orbax/_METADATA").write_text("{}")
@@ -260,25 +265,25 @@ def test_changed_orbax_file_is_not_the_verified_one(folder):
 
 
 @pytest.mark.parametrize(
-    ("value", "config", "words"),
+    ("value", "config", "message"),
     [(1.0, "{}", None), (np.inf, "{}", "a NaN or an infinity in a"), (1.0, "[" * 9999, "config.json: malformed JSON")],
 )
-def test_model_of_diffusers_is_read_before_it_is_loaded(tmp_path, value, config, words):
+def test_a_diffusers_model_is_verified_before_it_is_loaded(tmp_path, value, config, message):
     (tmp_path / "config.json").write_text(config)
     write(tmp_path / "diffusion_pytorch_model.safetensors", {"a": np.array([value], np.float32)})
-    if words is None:
+    if message is None:
         CheckpointSandbox().verify_model(tmp_path)
     else:
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             CheckpointSandbox().verify_model(tmp_path)
 
 
-def test_step_over_its_processor_time_is_named(folder):
+def test_a_step_over_its_processor_time_is_named(folder):
     program = """
 from jaxmodels.policies.integrity import _begin_step
 _begin_step("vlm/tokenizer.json: opening it", 0.1)
 while True: pass
 """
-    assert told(folder, CheckpointSandbox(program=program)).endswith(
+    assert error_of(folder, CheckpointSandbox(program=program)).endswith(
         "vlm/tokenizer.json: opening it took over 0.1 s of processor time"
     )

@@ -13,7 +13,7 @@ from tests.testing.rig import body, started
 
 @pytest.fixture
 def roots(tmp_path):
-    """A root with a policy, one whose file is a link out of it, links into and out of it, and a folder beside it."""
+    """Return a root with policies and links into and out of it, and folders outside of the root."""
     for name in ("root/act", "root/sly", "outside/act"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
@@ -26,38 +26,38 @@ def roots(tmp_path):
     return tmp_path
 
 
-def refused(places, path):
+def refused(rules, path):
     with pytest.raises(InvalidRequest) as caught:
-        places.check(str(path))
+        rules.check(str(path))
     return str(caught.value)
 
 
-def test_a_folder_inside_of_a_root_is_allowed_also_by_a_link_to_it(roots):
-    places = SourceRules([roots / "root"])
+def test_a_folder_inside_a_root_is_allowed_directly_or_by_a_link(roots):
+    rules = SourceRules([roots / "root"])
     for path in ("root", "root/act", "in", "root/../root/act", "root/act/"):
-        places.check(str(roots / path))
+        rules.check(str(roots / path))
     refused(SourceRules([roots / "later"]), roots)
 
 
 def test_other_paths_are_refused_with_one_message(roots):
-    places = SourceRules([roots / "root"])
+    rules = SourceRules([roots / "root"])
     inside = ("root/out", "root/sly", "root/loop", "root/../outside/act", "root/act/config.json", "root/nowhere")
     paths = [roots / name for name in ("outside/act", "root-2", *inside)]
-    paths += [roots, "/", "~", "~nobody-here", "../root/act", "someone/arm", "x" * 5000, "a\0b", "\udcff", ""]
-    texts = {refused(places, path) for path in paths}
+    paths += [roots, "/", "~", "~unknown-user", "../root/act", "someone/arm", "x" * 5000, "a\0b", "\udcff", ""]
+    texts = {refused(rules, path) for path in paths}
     assert len(texts) == 1
     assert "policy_roots" in texts.pop()
 
 
 def test_only_repos_of_allowed_owners_are_allowed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    places = SourceRules(owners=["LeRobot"])
-    places.check("lerobot/act_aloha")
+    rules = SourceRules(owners=["LeRobot"])
+    rules.check("lerobot/act_aloha")
     refs = ("other/act", "lerobot", "lerobot/a/b", "lerobot/..", "lerobot/", "/lerobot/a", "lerobot/a b", "lérobot/a")
     for name in refs:
-        refused(places, name)
-    (tmp_path / "lerobot/act_aloha").mkdir(parents=True)  # it would be loaded from here now
-    refused(places, "lerobot/act_aloha")
+        refused(rules, name)
+    (tmp_path / "lerobot/act_aloha").mkdir(parents=True)  # A local folder of this name takes precedence.
+    refused(rules, "lerobot/act_aloha")
 
 
 @pytest.mark.parametrize("revision", ["refs/pr/7", "pr/7", "REFS/PR/7", "refs/convert/x"])
@@ -72,20 +72,20 @@ async def test_pull_requests_to_an_allowed_owner_are_refused(revision):
             ("/sessions/arm/policy", {"revision": revision}, "revision"),
             ("/policies/check", {"policy_path": "lerobot/act", "revision": revision}, "revision"),
         ):
-            status, told = await server.call("POST", path, json=sent)
-            wanted = (200, None) if field is None else (422, ["body", field])
-            assert (status, field and told["detail"][0]["loc"]) == wanted, (path, told)
+            status, answer = await server.call("POST", path, json=sent)
+            expected = (200, None) if field is None else (422, ["body", field])
+            assert (status, field and answer["detail"][0]["loc"]) == expected, (path, answer)
     assert len(server.load.loads) == 1
     SourceRules(is_open=True).check("lerobot/act", revision=revision)
 
 
-def test_an_open_server_takes_everything_until_something_is_configured(tmp_path):
+def test_an_open_server_accepts_any_path_until_a_rule_is_configured(tmp_path):
     SourceRules(is_open=True).check(str(tmp_path))
     refused(SourceRules(owners=["a"], is_open=True), tmp_path)
     refused(SourceRules(), tmp_path)
 
 
-def test_pickles_and_code_in_a_folder_are_named_in_the_log_and_left_alone(roots, caplog):
+def test_pickles_and_code_are_named_in_the_log_and_ignored(roots, caplog):
     for name in ("weights.bin", "old.pt", "modeling.py"):
         (roots / "root/act" / name).touch()
     with caplog.at_level(logging.INFO):
@@ -102,13 +102,13 @@ def test_loading_checks_the_path_again_except_for_updates(roots):
 
 
 @pytest.mark.parametrize("field", ["policy_path", "shadow_policy_path"])
-async def test_a_request_is_422_at_the_field_with_no_path_of_the_machine(roots, field):
+async def test_a_refused_path_is_422_at_its_field_without_the_path(roots, field):
     allowed = {"policy_path": str(roots / "root/act")}
     async with started(policy_roots=(str(roots / "root"),)) as server:
-        status, told = await server.create(**allowed | {field: str(roots / "root/out")})
-        assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
-        assert "--policy-roots" in str(told)
-        assert os.fspath(roots) not in str(told)
+        status, answer = await server.create(**allowed | {field: str(roots / "root/out")})
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", field])
+        assert "--policy-roots" in str(answer)
+        assert os.fspath(roots) not in str(answer)
         assert not server.load.loads
         assert (await server.create(**allowed))[0] == 200
 
@@ -125,13 +125,13 @@ def test_an_update_is_opened_only_inside_the_hub_cache(roots):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "odd name.json", "numbers.safetensors", "orbax"])
-def test_whatever_its_name_no_link_of_a_folder_leads_out(roots, name):
+def test_a_link_that_leads_out_is_refused_for_any_file_name(roots, name):
     link = roots / "root/act" / name
     link.unlink(missing_ok=True)
     link.symlink_to(roots / "outside/act/config.json")
     refused(SourceRules([roots / "root"]), roots / "root/act")
 
 
-async def test_a_server_for_other_machines_loads_nothing_that_was_not_configured(roots):
+async def test_a_public_server_loads_only_configured_paths(roots):
     async with started(host="0.0.0.0", insecure=True) as server:
         assert (await server.create(policy_path=str(roots / "root/act")))[0] == 422

@@ -26,7 +26,7 @@ def prepare(clock: Clock, durations: LoadDurations, policy: str = "act", **secon
     return progress
 
 
-def test_without_measurements_only_a_download_has_an_estimate(clock: Clock) -> None:
+def test_only_a_download_has_an_estimate_without_measurements(clock: Clock) -> None:
     progress = LoadProgress("act", LoadDurations(), clock)
     assert progress.estimate_remaining() is None
     progress.report("reading")
@@ -41,7 +41,7 @@ def test_without_measurements_only_a_download_has_an_estimate(clock: Clock) -> N
     assert progress.percent() is None
 
 
-def test_the_time_left_is_that_of_this_step_and_the_later_ones(clock: Clock) -> None:
+def test_the_remaining_time_covers_this_and_all_later_steps(clock: Clock) -> None:
     durations = LoadDurations()
     prepare(clock, durations, reading=1, compiling=8)
     progress = LoadProgress("act", durations, clock)
@@ -56,7 +56,7 @@ def test_the_time_left_is_that_of_this_step_and_the_later_ones(clock: Clock) -> 
     assert progress.estimate_remaining() is None
 
 
-def test_the_guess_is_the_median_of_the_same_policy_before_others(clock: Clock) -> None:
+def test_the_estimate_prefers_the_median_of_the_same_policy(clock: Clock) -> None:
     durations = LoadDurations()
     prepare(clock, durations, "small", compiling=1)
     prepare(clock, durations, "large", compiling=60)
@@ -69,7 +69,7 @@ def test_the_guess_is_the_median_of_the_same_policy_before_others(clock: Clock) 
     assert len(durations._seconds["act"]["compiling"]) == MAX_SAMPLES
 
 
-def test_what_was_measured_is_there_after_a_restart(clock: Clock, tmp_path) -> None:
+def test_measured_durations_survive_a_restart(clock: Clock, tmp_path) -> None:
     file = tmp_path / "state" / "durations.json"
     durations = LoadDurations(file)
     prepare(clock, durations, compiling=5)
@@ -78,15 +78,15 @@ def test_what_was_measured_is_there_after_a_restart(clock: Clock, tmp_path) -> N
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"act": 3}', '{"act": {"compiling": "long"}}', "\x00"])
-def test_a_broken_file_costs_no_more_than_the_guess(tmp_path, content: str, caplog) -> None:
+def test_a_broken_file_only_removes_the_estimate(tmp_path, content: str, caplog) -> None:
     file = tmp_path / "durations.json"
     file.write_text(content)
     assert LoadDurations(file).estimate("act", "compiling") is None
     assert "measured again" in caplog.text
 
 
-def test_a_disk_that_cannot_be_written_is_no_error(clock: Clock, tmp_path, caplog) -> None:
-    (tmp_path / "state").write_text("a file where the folder should be")
+def test_a_disk_that_cannot_be_written_is_only_a_warning(clock: Clock, tmp_path, caplog) -> None:
+    (tmp_path / "state").write_text("a file in place of the folder")
     durations = LoadDurations(tmp_path / "state" / "durations.json")
     prepare(clock, durations, compiling=5)
     durations.save()

@@ -1,4 +1,4 @@
-"""Other weights for a policy that robots are asked with: what its programs take is known already."""
+"""Push of new weights for a running policy: programs and measured latencies are taken over."""
 
 import gc
 import threading
@@ -29,8 +29,8 @@ PROGRAMS: list[tuple[int, Sizes]] = [(1, TRAINED), (2, TRAINED), (1, LARGE), (2,
 
 
 @dataclass
-class Shipped(ScriptedPolicy):
-    """Notes the programs that it ran once, and those that it profiled; other cameras are an error."""
+class PushedPolicy(ScriptedPolicy):
+    """Policy that records its trials and profiles; other cameras are an error."""
 
     tried: list[tuple[int, Sizes]] = field(default_factory=list)
     profiled: list[tuple[int, Sizes]] = field(default_factory=list)
@@ -48,17 +48,17 @@ class Shipped(ScriptedPolicy):
         self.profiled.append((batch, dict(cameras or self.requirements.cameras)))
         return super().profile(batch, cameras)
 
-    def on(self, device: str) -> "Shipped":
-        """On its own device one that runs the same programs."""
+    def on(self, device: str) -> "PushedPolicy":
+        """Return a copy, which shares the programs if the device is the same."""
         other = replace(self, device=device, tried=[], profiled=[])
         return other if device == self.device else replace(other, compiled=[], batches=[])
 
-    def pushed(self, **changes: Any) -> "Shipped":
-        """Other weights in the same programs."""
+    def pushed(self, **changes: Any) -> "PushedPolicy":
+        """Return a policy with other weights and the same programs."""
         return replace(self, tried=[], profiled=[], **changes)
 
 
-def giving(policy: ScriptedPolicy) -> Callable[..., ScriptedPolicy]:
+def loader_of(policy: ScriptedPolicy) -> Callable[..., ScriptedPolicy]:
     return lambda path, revision=None, /, **more: policy
 
 
@@ -68,26 +68,26 @@ def costs_of(replica: Replica) -> list[dict[str, dict[str, float]]]:
 
 @dataclass
 class Rig:
-    """A policy that robots are asked with in batches of up to 2 and with pictures of two sizes, on two workers."""
+    """Running policy on two workers, with batches of up to 2 and frames of two sizes."""
 
     engine: Engine
-    policy: Shipped
+    policy: PushedPolicy
     served: LoadedPolicy
 
-    def pushed(self, later: Shipped) -> AbstractAsyncContextManager[LoadedPolicy]:
-        return self.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=self.policy)
+    def pushed(self, later: PushedPolicy) -> AbstractAsyncContextManager[LoadedPolicy]:
+        return self.engine.policy_cache.open_policy(loader_of(later), "q", None, ignore, like=self.policy)
 
-    async def until_grown(self) -> None:
+    async def wait_compiled(self) -> None:
         await until(lambda: not self.engine.get_stats()["batch_sizes_to_compile"])
 
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    engine, policy = Engine(devices=("a", "a"), batch_sizes=(1, 2)), Shipped(device="a")
-    async with engine.policy_cache.open_policy(giving(policy), "p", None, ignore) as served:
+    engine, policy = Engine(devices=("a", "a"), batch_sizes=(1, 2)), PushedPolicy(device="a")
+    async with engine.policy_cache.open_policy(loader_of(policy), "p", None, ignore) as served:
         made = Rig(engine, policy, served)
         await engine.compile(served, LARGE)
-        await made.until_grown()
+        await made.wait_compiled()
         for replica in served.replicas:
             for _ in range(WINDOW):
                 replica.latencies[TRAINED_FRAMES].record(1, 0.001)
@@ -97,13 +97,15 @@ async def rig() -> AsyncIterator[Rig]:
     await engine.close()
 
 
-async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(rig: Rig) -> None:
+async def test_a_push_copies_the_latencies_and_tries_each_program_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=9.9)
     async with rig.pushed(later) as served:
         assert later.profiled == []
-        await rig.until_grown()
+        await rig.wait_compiled()
         assert len(served.replicas) == 2
-        assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
+        assert [costs_of(replica) for replica in served.replicas] == [
+            costs_of(replica) for replica in rig.served.replicas
+        ]
         assert latency_model(served).measured(1).median == 0.001
         assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [0.004, 1.004]
         for replica in served.replicas:
@@ -112,10 +114,10 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
             assert replica.batch_sizes[TRAINED_FRAMES] == replica.batch_sizes[LARGE_FRAMES] == (1, 2)
         before = costs_of(rig.served.replicas[0])
         served.replicas[0].latencies[TRAINED_FRAMES].record(1, 1.0)
-        assert costs_of(rig.served.replicas[0]) == before, "from now on each learns what its own take"
+        assert costs_of(rig.served.replicas[0]) == before, "each policy records its own latencies from now on"
 
 
-async def test_robots_with_pictures_of_another_size_are_answered_at_once(rig: Rig) -> None:
+async def test_robots_with_another_frame_size_are_answered_at_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.0)
     async with rig.pushed(later) as served:
         assert served.is_compiled(LARGE)
@@ -128,12 +130,12 @@ TOP, TWO = {"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}
 @pytest.mark.parametrize(
     ("changes", "cameras"),
     [
-        ({"compiled": [], "batches": []}, TRAINED),  # another architecture
+        ({"compiled": [], "batches": []}, TRAINED),  # Another architecture.
         ({"requirements": replace(SO100_REQUIREMENTS, cameras=TOP)}, TOP),
         ({"requirements": replace(SO100_REQUIREMENTS, cameras=TWO)}, TWO),
     ],
 )
-async def test_a_push_with_other_programs_takes_nothing_over(changes: Any, cameras: Sizes, rig: Rig) -> None:
+async def test_a_push_with_other_programs_copies_no_latency(changes: Any, cameras: Sizes, rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.5, **changes)
     async with rig.pushed(later) as served:
         for replica in served.replicas:
@@ -143,44 +145,44 @@ async def test_a_push_with_other_programs_takes_nothing_over(changes: Any, camer
             assert not replica.latencies[LARGE_FRAMES].is_measured
 
 
-async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> None:
+async def test_a_frame_size_that_was_not_compiled_before_is_measured(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.5)
     async with rig.pushed(later) as served:
-        await rig.until_grown()
+        await rig.wait_compiled()
         await rig.engine.compile(served, small := {"front": (4, 6)})
         assert later.profiled == [(1, small)] * 3
         assert served.replicas[0].latencies[frozenset(small.items())].measured(1).median == 0.5
 
 
-async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(rig: Rig) -> None:
+async def test_a_load_without_a_similar_policy_in_memory_is_measured(rig: Rig) -> None:
     for like in (None, rig.policy.pushed()):
         later = rig.policy.pushed(latency=0.5)
-        async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=like) as served:
+        async with rig.engine.policy_cache.open_policy(loader_of(later), "q", None, ignore, like=like) as served:
             assert latency_model(served).measured(1).median == 0.5
 
 
-async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:
+async def test_a_copy_on_another_device_is_compiled_and_measured_again() -> None:
     engine = Engine(devices=("a", "b"))
-    first = Shipped(device="a", latency=0.010)
-    async with engine.policy_cache.open_policy(giving(first), "p", None, ignore):
+    first = PushedPolicy(device="a", latency=0.010)
+    async with engine.policy_cache.open_policy(loader_of(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
-        async with engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=first) as served:
+        async with engine.policy_cache.open_policy(loader_of(later), "q", None, ignore, like=first) as served:
             assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [0.010, 0.5]
     await engine.close()
 
 
-async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere() -> None:
+async def test_remote_policies_copy_no_latency() -> None:
     store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, are_remote=True)
-    first = Shipped(latency=0.010)
-    async with store.open_policy(giving(first), "p", None, ignore):
+    first = PushedPolicy(latency=0.010)
+    async with store.open_policy(loader_of(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
-        async with store.open_policy(giving(later), "q", None, ignore, like=first) as served:
+        async with store.open_policy(loader_of(later), "q", None, ignore, like=first) as served:
             assert latency_model(served).measured(1).median == 0.5
 
 
-async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
+async def test_a_push_keeps_no_reference_to_the_old_policy() -> None:
     engine = Engine()
-    policies = {"p": Shipped()}
+    policies = {"p": PushedPolicy()}
     policies["q"] = policies["p"].pushed()
 
     def load(path: str, revision: str | None = None, /, **more: object) -> ScriptedPolicy:
@@ -188,7 +190,7 @@ async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
 
     running = engine.policy_cache.open_policy(load, "p", None, ignore)
     first = await running.__aenter__()
-    seen = weakref.ref(first.policy)
+    reference = weakref.ref(first.policy)
     async with engine.policy_cache.open_policy(load, "q", None, ignore, like=first.policy) as served:
         assert latency_model(served).is_measured
         del first
@@ -196,5 +198,5 @@ async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
         del running
         await until(lambda: "policy-loader" not in {thread.name for thread in threading.enumerate()})
         gc.collect()
-        assert seen() is None
+        assert reference() is None
     await engine.close()

@@ -1,4 +1,4 @@
-"""A session with a compiled policy instead of a scripted one."""
+"""Session with a compiled policy instead of a scripted policy."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_rol
 
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained small ACT at 50 Hz, saved as any policy is."""
+    """Write a small untrained ACT at 50 Hz."""
     config = ActConfig(
         input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
         output_features=(Feature(ACTION, "ACTION", (6,)),),
@@ -83,7 +83,7 @@ def write_diffusion(
     )
     draw, pose = np.random.default_rng(0), np.fromiter(POSE.values(), np.float32)
     shapes = blueprint_of(Diffusion2d, config).shapes
-    weights = {name: (scale * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
+    weights = {name: (scale * draw.normal(size=shape.shape)).astype(np.float32) for name, shape in shapes.items()}
     ends = {"min": pose - np.float32(spread), "max": pose + np.float32(spread)}
     normalization = build_normalization(
         config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
@@ -95,7 +95,7 @@ def write_diffusion(
 
 @pytest.fixture
 def sampled_folder(tmp_path: Path) -> Path:
-    """A policy that samples its chunks and continues plans."""
+    """Write a policy that samples its chunks and continues plans."""
     return write_diffusion(
         tmp_path / "sampled",
         spread=0.1,
@@ -123,7 +123,7 @@ async def sessions_of(load: Any) -> AsyncIterator[tuple[Sessions, MemoryTranspor
 
 
 async def show(link: MemoryLink) -> None:
-    """What a robot sends, until cancelled."""
+    """Send the frames and joints of a robot until cancelled."""
     while True:
         link.deliver_frame("front", FRAME)
         link.deliver_joints(POSE)
@@ -151,7 +151,7 @@ async def test_a_compiled_policy_drives_the_robot_with_its_actions(policy_folder
         robot_task.cancel()
 
 
-async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:
+async def test_a_sampling_policy_continues_the_plan_of_a_session(sampled_folder: Path) -> None:
     answered: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
 
     def load_and_listen(path: str, revision: str | None = None, /, **options: Any) -> jaxmodels.Policy:
@@ -171,11 +171,20 @@ async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_fol
         link = transport.link
         robot_task = asyncio.create_task(show(link))
         await sessions.start("s")
-        await until(lambda: sum(int(seen[PREFIX_LENGTH][0]) > 0 for seen, _ in answered if PREFIX_LENGTH in seen) > 2)
+        await until(
+            lambda: (
+                sum(
+                    int(observation[PREFIX_LENGTH][0]) > 0
+                    for observation, _ in answered
+                    if PREFIX_LENGTH in observation
+                )
+                > 2
+            )
+        )
         assert session.stage is Stage.RUNNING
         assert session.status().stats["overlap"] == "rtc"
         robot_task.cancel()
-    for seen, chunk in answered:
-        if PREFIX_LENGTH in seen:
-            executed = int(seen[PREFIX_DELAY][0])
-            np.testing.assert_allclose(chunk[0, :executed], seen[PREFIX_ACTIONS][0, :executed], atol=1e-4)
+    for observation, chunk in answered:
+        if PREFIX_LENGTH in observation:
+            executed = int(observation[PREFIX_DELAY][0])
+            np.testing.assert_allclose(chunk[0, :executed], observation[PREFIX_ACTIONS][0, :executed], atol=1e-4)

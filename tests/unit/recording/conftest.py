@@ -1,4 +1,4 @@
-"""Recordings of a robot that is not there."""
+"""Fixture: recordings of a simulated robot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ Record = Callable[..., Path]
 
 @pytest.fixture
 def record(tmp_path) -> Record:
-    """Makes a recording and closes it."""
+    """Return a function that makes a recording and closes it."""
 
     def make(name: str = "arm-1", about: RecordingHeader | None = None, **how: Any) -> Path:
         path = tmp_path / f"{name}.mcap"

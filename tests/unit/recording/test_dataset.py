@@ -23,7 +23,7 @@ def dataset(record, tmp_path):
     return tmp_path / "dataset"
 
 
-def test_files_and_info_are_those_of_version_3(dataset):
+def test_a_dataset_has_the_files_and_info_of_version_3(dataset):
     files = {str(path.relative_to(dataset)) for path in dataset.rglob("*") if path.is_file()}
     assert files == {
         "meta/info.json",
@@ -51,15 +51,15 @@ def test_files_and_info_are_those_of_version_3(dataset):
     }
 
 
-def test_each_episode_has_the_task_that_it_was_recorded_with(record, tmp_path):
+def test_each_episode_has_its_recorded_task(record, tmp_path):
     source = open_source(record(episodes=2))
     steps = (replace(step, task="" if step.episode else "wave") for step in source.steps())
-    write_dataset(tmp_path / "told", source.info, steps)
-    read = open_source(tmp_path / "told")
+    write_dataset(tmp_path / "dataset", source.info, steps)
+    read = open_source(tmp_path / "dataset")
     assert {(step.episode, step.task) for step in read.steps()} == {(0, "wave"), (1, "unnamed")}
 
 
-def test_rows_count_frames_episodes_and_time_and_tasks_are_indexed(dataset):
+def test_rows_have_indices_of_frames_episodes_and_tasks(dataset):
     table = parquet.read_table(dataset / "data/chunk-000/file-000.parquet")
     kinds = {field.name: str(field.type) for field in table.schema}
     assert kinds["action"] == kinds["observation.state"] == "fixed_size_list<element: float>[6]"
@@ -75,24 +75,24 @@ def test_rows_count_frames_episodes_and_time_and_tasks_are_indexed(dataset):
     assert json.loads(table.schema.metadata[b"pandas"])["index_columns"] == ["__index_level_0__"]
 
 
-def test_episodes_say_where_their_rows_and_frames_are(dataset):
+def test_episodes_locate_their_rows_and_frames(dataset):
     one, two = parquet.read_table(dataset / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
     assert (one["dataset_from_index"], one["dataset_to_index"], one["length"]) == (0, 12, 12)
     assert (two["dataset_from_index"], two["dataset_to_index"], two["tasks"]) == (12, 24, ["pick up the cube"])
     assert two["videos/observation.images.front/from_timestamp"] == pytest.approx(0.6)
     assert two["videos/observation.images.front/to_timestamp"] == pytest.approx(1.2)
-    for place in ("data", "meta/episodes", "videos/observation.images.top"):
-        assert (two[f"{place}/chunk_index"], two[f"{place}/file_index"]) == (0, 0)
+    for group in ("data", "meta/episodes", "videos/observation.images.top"):
+        assert (two[f"{group}/chunk_index"], two[f"{group}/file_index"]) == (0, 0)
     assert np.shape(two["stats/observation.images.front/mean"]) == (3, 1, 1)
     assert len(two["stats/action/q99"]) == 6
 
 
-def test_statistics_are_those_of_the_rows_and_of_the_frames(dataset):
+def test_statistics_cover_rows_and_frames(dataset):
     stats = json.loads((dataset / "meta/stats.json").read_text())
     assert set(stats["action"]) == {"min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99"}
-    done = [number + 0.5 for number in (0, 1, 2, 3, 3, *range(5, 12))]
-    assert stats["action"]["mean"] == pytest.approx([np.mean(done)] * 6)
-    assert stats["action"]["std"] == pytest.approx([np.std(done)] * 6)
+    actions = [number + 0.5 for number in (0, 1, 2, 3, 3, *range(5, 12))]
+    assert stats["action"]["mean"] == pytest.approx([np.mean(actions)] * 6)
+    assert stats["action"]["std"] == pytest.approx([np.std(actions)] * 6)
     assert stats["action"]["count"] == stats["index"]["count"] == [24]
     front = stats["observation.images.front"]
     assert front["min"][0][0][0] == pytest.approx(level(0) / 255, abs=0.01)
@@ -100,7 +100,7 @@ def test_statistics_are_those_of_the_rows_and_of_the_frames(dataset):
 
 
 @pytest.mark.parametrize(("rate", "size"), [(20.0, (48, 64)), (12.5, (49, 65))])
-def test_every_frame_is_shown_at_the_time_of_its_row(record, tmp_path, rate, size):
+def test_every_video_frame_has_the_time_of_its_row(record, tmp_path, rate, size):
     source = open_source(record(about=subject(rate=rate), episodes=1, size=size))
     writer = write_dataset(tmp_path / "dataset", source.info, source.steps())
     with av.open(str(tmp_path / "dataset/videos/observation.images.front/chunk-000/file-000.mp4")) as video:
@@ -111,29 +111,29 @@ def test_every_frame_is_shown_at_the_time_of_its_row(record, tmp_path, rate, siz
         assert shown.pts * shown.time_base == pytest.approx(number / Fraction(rate), abs=1e-4)
 
 
-def test_a_dataset_is_read_as_it_was_written(record, dataset):
+def test_a_dataset_read_back_equals_the_recording(record, dataset):
     recorded, read = (list(open_source(path).steps()) for path in (record("again", skipped=(4,)), dataset))
     assert [(step.episode, step.index) for step in read] == [(step.episode, step.index) for step in recorded]
-    for one, two in zip(recorded, read, strict=True):
-        np.testing.assert_array_equal(one.action, two.action)
-        np.testing.assert_array_equal(one.state, two.state)
+    for expected, actual in zip(recorded, read, strict=True):
+        np.testing.assert_array_equal(expected.action, actual.action)
+        np.testing.assert_array_equal(expected.state, actual.state)
         for camera in ("front", "top"):
-            pixels = [step.pictures[camera].pixels.astype(int) for step in (one, two)]
+            pixels = [step.pictures[camera].pixels.astype(int) for step in (expected, actual)]
             assert np.abs(pixels[0] - pixels[1]).max() <= 4
 
 
-def test_nothing_is_left_behind_when_there_is_nothing_to_write(record, tmp_path):
+def test_an_empty_recording_leaves_no_files(record, tmp_path):
     source = open_source(record(ticks=0))
     with pytest.raises(RecordingError, match="no step for a dataset"):
         write_dataset(tmp_path / "empty", source.info, source.steps())
     assert not list(tmp_path.glob("empty*"))
 
 
-def test_what_is_no_recording_is_refused_with_what_is_wanted(tmp_path):
-    (tmp_path / "a.mcap").write_bytes(b"no recording at all")
+def test_a_path_without_a_recording_is_refused_with_a_remedy(tmp_path):
+    (tmp_path / "a.mcap").write_bytes(b"not a recording")
     (tmp_path / "folder").mkdir()
-    for name, wanted in (("a.mcap", "robojax serve"), ("folder", "LeRobotDataset v3"), ("nothing", "is not there")):
-        with pytest.raises(RecordingError, match=wanted):
+    for name, message in (("a.mcap", "robojax serve"), ("folder", "LeRobotDataset v3"), ("nothing", "is not there")):
+        with pytest.raises(RecordingError, match=message):
             open_source(tmp_path / name)
 
 
@@ -155,11 +155,11 @@ print(len(found), found.num_episodes, found.meta.robot_type)
 
 
 @pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
-def test_lerobot_itself_reads_it(dataset):
+def test_lerobot_reads_the_dataset(dataset):
     assert lerobot("-c", READ, dataset, timeout=100).strip() == "24 2 so100_follower"
 
 
-def test_a_frame_that_is_no_colour_picture_is_refused():
+def test_a_frame_that_is_not_a_colour_image_is_refused():
     file = io.BytesIO()
     Image.fromarray(np.full((4, 6), 900, np.uint16)).save(file, "PNG")
     with pytest.raises(RecordingError, match="a frame is a 16-bit gray picture"):

@@ -12,9 +12,9 @@ from tests.testing.recordings import subject
 NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=8, action_steps=4)
 
 
-def test_the_error_is_what_the_policy_is_off_at_every_tick(record):
+def test_the_error_is_the_policys_distance_at_every_tick(record):
     source = open_source(record(episodes=2, ticks=10))
-    # Recorded: tick n is at n and was sent to n + 0.5. The policy goes one further with every action, from where it is.
+    # The recording has the state n and the command n + 0.5 at tick n. The policy adds 1 per action to the state.
     report = replay_recording(source, ScriptedPolicy(NEEDS, step=1.0))
     assert report.steps == 20
     assert [episode.queried for episode in report.episodes] == [[0, 4, 8]] * 2
@@ -26,17 +26,17 @@ def test_the_error_is_what_the_policy_is_off_at_every_tick(record):
         assert joint.mean_percent == pytest.approx(0.5 if joint.name == "Jaw" else 0.25)
 
 
-def test_it_is_asked_as_often_as_told_and_judged_where_chunks_reach(record):
+def test_every_sets_the_requests_and_uncovered_ticks_are_skipped(record):
     report = replay_recording(open_source(record(episodes=1, ticks=10)), ScriptedPolicy(NEEDS, step=0.0), every=1)
     assert report.episodes[0].queried == list(range(10))
-    # A policy that stays where it is would be half a unit behind at every tick.
+    # A policy that repeats the state is half a unit behind at every tick.
     assert {round(joint.largest, 3) for joint in report.joint_errors()} == {0.5}
     report = replay_recording(open_source(record("long", episodes=1, ticks=12)), ScriptedPolicy(NEEDS), every=10)
     assert report.steps == 8 + 2
     assert np.isnan(report.episodes[0].predicted[8:10]).all()
 
 
-def test_all_misfits_and_joints_in_another_order_are_refused(record):
+def test_mismatches_and_joints_in_another_order_are_refused(record):
     needs = Requirements(policy_type="act", cameras={"wrist": (48, 64)}, state=7, action=7, chunk=8, action_steps=4)
     with pytest.raises(PolicyMismatch) as refused:
         replay_recording(open_source(record(episodes=1)), ScriptedPolicy(needs))
@@ -50,7 +50,7 @@ def test_all_misfits_and_joints_in_another_order_are_refused(record):
         replay_recording(source, ScriptedPolicy(replace(NEEDS, joint_names=names[::-1])))
 
 
-def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
+def test_a_language_policy_gets_the_task_of_the_recording(record):
     policy = ScriptedPolicy(replace(NEEDS, language=True))
     replay_recording(open_source(record(episodes=1)), policy)
     assert set(policy.told) == {("pick up the cube",)}
@@ -59,22 +59,22 @@ def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
 
 
 @pytest.mark.parametrize(("rate", "apart"), [(None, 1), (10.0, 2)])
-def test_second_observation_is_one_period_earlier(record, rate, apart):
-    seen = []
+def test_the_second_observation_is_one_period_earlier(record, rate, apart):
+    states = []
 
-    class Looking(ScriptedPolicy):
+    class RecordingPolicy(ScriptedPolicy):
         def act(self, observation):
-            seen.append(observation["observation.state"][0, :, 0].tolist())
+            states.append(observation["observation.state"][0, :, 0].tolist())
             return super().act(observation)
 
-    # The recording has 20 ticks a second, and at tick n everything is at n.
-    policy = Looking(replace(NEEDS, observation_steps=2, rate=rate))
+    # The recording has 20 ticks per second, and all values at tick n are n.
+    policy = RecordingPolicy(replace(NEEDS, observation_steps=2, rate=rate))
     report = replay_recording(open_source(record(episodes=2, ticks=10)), policy)
     assert report.steps == 20
-    assert seen == 2 * [[max(at - apart, 0), at] for at in (0, 4, 8)]
+    assert states == 2 * [[max(at - apart, 0), at] for at in (0, 4, 8)]
 
 
-def test_the_plot_is_a_picture(record, tmp_path):
+def test_the_plot_is_a_png_file(record, tmp_path):
     report = replay_recording(open_source(record(episodes=2)), ScriptedPolicy(NEEDS))
     save_plot(tmp_path / "plot.png", report, "arm against a script")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -28,21 +28,21 @@ def until(recorder: Recorder, state: str) -> None:
         time.sleep(0.01)
 
 
-def begun(folder: Path, *limits: RecorderLimits, **options: Any) -> Recorder:
-    """A recorder that has begun an episode."""
+def start_recorder(folder: Path, *limits: RecorderLimits, **options: Any) -> Recorder:
+    """Return a recorder that has begun an episode."""
     recorder = Recorder(folder / "a.mcap", options.pop("about", None) or subject(), *limits, **options)
     recorder.begin_episode("by request")
     return recorder
 
 
-class Narrow:
-    """A file that takes so many bytes, and then fails as a disk does."""
+class LimitedFile:
+    """File that accepts this number of bytes and then fails as a full disk does."""
 
     def __init__(self, path: Path, room: int, error: int):
         self._file, self._room, self._error = open_new_file(path), room, error
 
     def write(self, data) -> int:
-        # A short write first, as the kernel does it.
+        # The kernel makes a short write before it reports the error.
         count = min(len(data), self._room)
         if not count:
             raise OSError(self._error, os.strerror(self._error))
@@ -57,13 +57,15 @@ class Narrow:
         return getattr(self._file, name)
 
 
-def test_what_was_handed_over_is_in_the_file_without_gaps(record):
+def test_all_recorded_ticks_are_in_the_file_without_gaps(record):
     source = McapSource(record(episodes=2, ticks=12))
     assert source.header.session_id == "arm"
     assert (source.outcome.state, source.outcome.episodes, source.outcome.ticks) == ("off", 2, 24)
     assert [(code, text) for _, code, text in source.events()] == [("start", "by request"), ("stop", "by request")] * 2
     steps = list(source.steps())
-    assert [(step.episode, step.index) for step in steps] == [(one, two) for one in range(2) for two in range(12)]
+    assert [(step.episode, step.index) for step in steps] == [
+        (episode, index) for episode in range(2) for index in range(12)
+    ]
     np.testing.assert_array_equal(steps[5].state, np.full(6, 5.0))
     np.testing.assert_array_equal(steps[5].action, np.full(6, 5.5))
     assert abs(int(steps[5].pictures["front"].pixels[0, 0, 0]) - 45) <= 2
@@ -72,7 +74,7 @@ def test_what_was_handed_over_is_in_the_file_without_gaps(record):
     assert [float(step.action[0]) for step in steps[3:7]] == [3.5, 3.5, 3.5, 6.5]
 
 
-def test_foxglove_knows_the_schemas_of_pictures_and_events(record):
+def test_images_and_events_use_schemas_of_foxglove(record):
     with record().open("rb") as file:
         summary = make_reader(file).get_summary()
     found = {channel.topic: summary.schemas[channel.schema_id].name for channel in summary.channels.values()}
@@ -82,18 +84,18 @@ def test_foxglove_knows_the_schemas_of_pictures_and_events(record):
     assert {schema.encoding for schema in summary.schemas.values()} == {"jsonschema"}
 
 
-def test_new_instruction_begins_an_episode(tmp_path):
-    said = ["pick up the cube"]
-    recorder = begun(tmp_path, about=subject(cameras=()), get_task=lambda: said[0])
+def test_a_new_instruction_begins_an_episode(tmp_path):
+    task = ["pick up the cube"]
+    recorder = start_recorder(tmp_path, about=subject(cameras=()), get_task=lambda: task[0])
     now = time.monotonic()
     recorder.on_tick(tick(0, now))
     recorder.on_tick(tick(1, now + 1 / 20))
     recorder.end_episode("by request")
-    said[0] = "put it down"
+    task[0] = "put it down"
     recorder.begin_episode("by request")
     recorder.on_tick(tick(2, now + 2 / 20))
-    said[0] = "wave"
-    # What was planned before is done until there is a chunk that follows the new instruction.
+    task[0] = "wave"
+    # The robot follows the old plan until a chunk for the new instruction arrives.
     recorder.on_tick(tick(3, now + 3 / 20))
     recorder.on_chunk(np.zeros((4, 6), np.float32), now, now)
     recorder.on_tick(tick(4, now + 4 / 20))
@@ -109,9 +111,9 @@ def test_new_instruction_begins_an_episode(tmp_path):
     ]
 
 
-def test_holds_and_other_policies_are_events(tmp_path):
+def test_holds_and_changes_of_the_policy_are_events(tmp_path):
     commits = iter(["abc", "abc", "def"])
-    recorder = begun(tmp_path, get_commit=lambda: next(commits))
+    recorder = start_recorder(tmp_path, get_commit=lambda: next(commits))
     now = time.monotonic()
     for number, hold in enumerate((None, "camera_stale", "camera_stale", None)):
         recorder.on_tick(tick(number, now + number / 20, hold=hold))
@@ -123,16 +125,16 @@ def test_holds_and_other_policies_are_events(tmp_path):
     assert found[1:-1] == [*holds, ("policy", "another policy: def")]
 
 
-def test_handing_over_takes_microseconds(tmp_path):
-    recorder = begun(tmp_path)
+def test_the_recorder_delays_the_control_loop_by_microseconds(tmp_path):
+    recorder = start_recorder(tmp_path)
     image, now = noise((480, 640)), time.monotonic()
     ticks = [tick(number, now + number / 50) for number in range(200)]
     frames, spent = [], []
-    for one in ticks:
+    for current in ticks:
         began = time.perf_counter()
-        recorder.on_frame("front", image, one.at)
+        recorder.on_frame("front", image, current.at)
         between = time.perf_counter()
-        recorder.on_tick(one)
+        recorder.on_tick(current)
         frames.append(between - began)
         spent.append(time.perf_counter() - between)
     closed(recorder)
@@ -140,14 +142,14 @@ def test_handing_over_takes_microseconds(tmp_path):
     assert statistics.median(spent) < 20e-6
 
 
-def test_a_disk_that_is_too_slow_costs_frames_and_never_a_wait(tmp_path):
+def test_a_slow_disk_drops_frames_but_never_blocks(tmp_path):
     gate = threading.Event()
 
     def stuck(path):
         gate.wait(60)
         return open_new_file(path)
 
-    recorder = begun(tmp_path, RecorderLimits(queue_bytes=300_000), open_file=stuck)
+    recorder = start_recorder(tmp_path, RecorderLimits(queue_bytes=300_000), open_file=stuck)
     now, image = time.monotonic(), noise()
     for number in range(40):
         recorder.on_frame("front", image, now + number / 20)
@@ -163,21 +165,21 @@ def test_a_disk_that_is_too_slow_costs_frames_and_never_a_wait(tmp_path):
     ("error", "state"),
     [(errno.ENOSPC, "disk_full"), (errno.EFBIG, "disk_full"), (errno.EDQUOT, "disk_full"), (errno.EIO, "failed")],
 )
-def test_failed_write_leaves_a_readable_file(tmp_path, error, state):
-    recorder = begun(tmp_path, open_file=lambda path: Narrow(path, 40_000, error))
+def test_a_failed_write_leaves_a_readable_file(tmp_path, error, state):
+    recorder = start_recorder(tmp_path, open_file=lambda path: LimitedFile(path, 40_000, error))
     now, image = time.monotonic(), noise()
     for number in range(400):
         recorder.on_frame("front", np.roll(image, number, 0), now + number / 50)
         recorder.on_frame("top", image, now + number / 50)
         recorder.on_tick(tick(number, now + number / 50))
     until(recorder, state)
-    recorder.on_tick(tick(401, now + 9))  # goes nowhere, and hurts nobody
+    recorder.on_tick(tick(401, now + 9))  # The tick is ignored.
     assert recorder.join(60)
     assert os.strerror(error) in recorder.reason
     assert str(tmp_path) not in recorder.reason
     assert recorder.get_stats()["state"] == state
     with (tmp_path / "a.mcap").open("rb") as file:
-        make_reader(file).get_summary()  # it ends as a file does
+        make_reader(file).get_summary()  # The file has a valid end.
     assert McapSource(tmp_path / "a.mcap").outcome.state == "interrupted"
 
 
@@ -188,8 +190,8 @@ def test_a_part_of_the_disk_stays_free(tmp_path):
     assert not (tmp_path / "a.mcap").exists()
 
 
-def test_a_recording_has_a_limit_and_ends_whole(tmp_path):
-    recorder = begun(tmp_path, RecorderLimits(bytes=1_500_000), about=subject(cameras=("front",)))
+def test_a_recording_ends_readable_at_its_size_limit(tmp_path):
+    recorder = start_recorder(tmp_path, RecorderLimits(bytes=1_500_000), about=subject(cameras=("front",)))
     now, image = time.monotonic(), noise((240, 320))
     for number in range(60):
         recorder.on_frame("front", np.roll(image, number, 0), now + number / 50)

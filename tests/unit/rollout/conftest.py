@@ -1,4 +1,4 @@
-"""A stub Hub with a policy on it, and a robot that follows it."""
+"""Fixtures: a stub Hub with a policy, and a robot that follows the policy."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ def hub_source(hub: StubHub, tmp_path: Path) -> HubSource:
 
 @pytest.fixture
 async def world(hub: StubHub, hub_source: HubSource, tmp_path: Path) -> AsyncIterator[World]:
-    """One robot that follows the default branch and runs its first commit."""
+    """Return a world with one robot that follows the default branch and runs its first commit."""
     folders = FolderSource(tmp_path / "copies")
     first = hub.push(REPO, policy(0), deliver=False)
     robots = Robots(Robot("a", sha=first))

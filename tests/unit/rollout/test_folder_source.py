@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> FolderSource:
     return FolderSource(tmp_path / "copies", max_copies=2)
 
 
-async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, source: FolderSource) -> None:
+async def test_the_commit_of_a_folder_is_a_hash_of_the_policy_files(folder: Path, source: FolderSource) -> None:
     first = await source.head(str(folder), None)
     assert len(first) == 40
     (folder / "README.md").write_text("# other")
@@ -42,7 +42,7 @@ async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, sour
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were read and hashed."""
+    """Return the list of files that are hashed."""
     names: list[str] = []
     content_hash = FolderSource._content_hash
     monkeypatch.setattr(
@@ -60,13 +60,13 @@ async def test_files_are_hashed_once_after_a_clock_jump(folder, source, hashed, 
     assert len(hashed) == len(set(hashed))
 
 
-async def test_what_is_fetched_is_a_copy_that_writers_do_not_reach(folder: Path, source: FolderSource) -> None:
+async def test_a_fetched_copy_does_not_change_with_the_folder(folder: Path, source: FolderSource) -> None:
     sha = await source.head(str(folder), None)
     copy = await source.fetch(str(folder), sha, ignore)
     (folder / "model.safetensors").write_bytes(b"Weights")
     assert (copy / "model.safetensors").read_bytes() == b"weights"
     assert {path.name for path in copy.iterdir()} == {"config.json", "model.safetensors"}
-    assert await source.head(str(folder), sha) == sha  # it can be gone back to
+    assert await source.head(str(folder), sha) == sha  # A rollback to this commit stays possible.
     assert await source.fetch(str(folder), sha, ignore) == copy
 
 
@@ -95,7 +95,9 @@ async def test_shards_and_nested_files_are_copied(folder: Path, source: FolderSo
     assert await source.head(str(folder), None) != sha
 
 
-async def test_a_torn_copy_is_refused_and_leaves_nothing(folder: Path, source: FolderSource, tmp_path: Path) -> None:
+async def test_a_copy_of_a_changed_folder_is_refused_and_removed(
+    folder: Path, source: FolderSource, tmp_path: Path
+) -> None:
     sha = await source.head(str(folder), None)
     (folder / "model.safetensors").write_bytes(b"weig")
     with pytest.raises(SourceError, match="written to") as raised:
@@ -104,7 +106,7 @@ async def test_a_torn_copy_is_refused_and_leaves_nothing(folder: Path, source: F
     assert [path for path in (tmp_path / "copies").rglob("*") if path.is_file()] == []
 
 
-async def test_a_copy_that_rotted_is_made_again(folder: Path, source: FolderSource) -> None:
+async def test_a_damaged_copy_is_replaced(folder: Path, source: FolderSource) -> None:
     sha = await source.head(str(folder), None)
     copy = await source.fetch(str(folder), sha, ignore)
     (copy / "model.safetensors").write_bytes(b"w3ights")
@@ -122,7 +124,7 @@ async def test_only_the_newest_copies_are_kept(folder: Path, source: FolderSourc
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-async def test_what_is_no_policy_is_refused(folder: Path, source: FolderSource, missing: str) -> None:
+async def test_a_folder_without_a_policy_is_refused(folder: Path, source: FolderSource, missing: str) -> None:
     (folder / missing).unlink()
     sha = await source.head(str(folder), None)
     with pytest.raises(SourceError, match=missing) as raised:
@@ -133,7 +135,9 @@ async def test_what_is_no_policy_is_refused(folder: Path, source: FolderSource, 
 @pytest.mark.parametrize(
     ("name", "ref", "code"), [("policy", "v1", "unknown_revision"), ("nothing", None, "unknown_repo")]
 )
-async def test_unknown_folder_code(folder: Path, source: FolderSource, name: str, ref: str | None, code: str) -> None:
+async def test_an_unknown_folder_or_revision_has_an_error_code(
+    folder: Path, source: FolderSource, name: str, ref: str | None, code: str
+) -> None:
     with pytest.raises(SourceError) as raised:
         await source.head(str(folder.parent / name), ref)
     assert raised.value.code == code
@@ -141,7 +145,7 @@ async def test_unknown_folder_code(folder: Path, source: FolderSource, name: str
 
 async def test_unchanged_files_are_hashed_once(folder, source, hashed, monkeypatch) -> None:
     monkeypatch.setattr(sources, "SETTLE_SECONDS", -1.0)
-    os.utime(folder / "config.json", (1, 1))  # the file system's clock may not tick during this test
+    os.utime(folder / "config.json", (1, 1))  # The clock of the file system may not advance during this test.
     for _ in range(3):
         await source.head(str(folder), None)
     assert sorted(hashed) == ["config.json", "model.safetensors"]
@@ -151,7 +155,7 @@ async def test_unchanged_files_are_hashed_once(folder, source, hashed, monkeypat
 
 
 @pytest.mark.parametrize("within", ["", "a", "a/b/c"])
-async def test_folder_with_too_many_entries_is_refused(folder, source, monkeypatch, within: str) -> None:
+async def test_a_folder_with_too_many_entries_is_refused(folder, source, monkeypatch, within: str) -> None:
     monkeypatch.setattr(sources, "MAX_ENTRIES", 20)
     (folder / within).mkdir(parents=True, exist_ok=True)
     (folder / "a").mkdir(exist_ok=True)

@@ -54,17 +54,17 @@ async def test_each_hub_error_has_a_code(hub, tmp_path, how, details, code) -> N
     assert raised.value.code == code
 
 
-async def test_only_a_policy_s_files_are_fetched_and_never_a_pickle(hub: StubHub, hub_source: HubSource) -> None:
+async def test_only_policy_files_are_fetched_and_never_a_pickle(hub: StubHub, hub_source: HubSource) -> None:
     others = {"pytorch_model.bin": b"cos\nsystem\n", "vlm/notes.json": "{}", "a/b/c/d/config.json": "{}"}
     sha = hub.push(REPO, {**policy(1), **others, "vlm/config.json": "{}"})
-    told: list[str] = []
-    folder = await hub_source.fetch(REPO, sha, told.append)
+    stages: list[str] = []
+    folder = await hub_source.fetch(REPO, sha, stages.append)
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert names == {"config.json", "model.safetensors", "policy_preprocessor.json", "vlm/config.json"}
-    assert told == ["listing", "downloading", "verifying"]
+    assert stages == ["listing", "downloading", "verifying"]
 
 
-async def test_bytes_that_rot_in_the_cache_are_found_too(hub: StubHub, hub_source: HubSource) -> None:
+async def test_damaged_bytes_in_the_cache_are_detected(hub: StubHub, hub_source: HubSource) -> None:
     sha = hub.push(REPO, policy(1))
     folder = await hub_source.fetch(REPO, sha, ignore)
     (folder / "model.safetensors").resolve().write_bytes(b"\0" * 4000)
@@ -82,7 +82,7 @@ async def test_a_fetch_has_limits(hub: StubHub, tmp_path: Path, limits: dict, co
     assert raised.value.code == code
 
 
-async def test_a_download_that_nobody_waits_for_ends(hub: StubHub, tmp_path: Path) -> None:
+async def test_an_abandoned_download_ends(hub: StubHub, tmp_path: Path) -> None:
     sha = hub.push(REPO, policy(1))
     stalled = hub.script("GET .*/resolve/.*safetensors", "stall")
     with pytest.raises(SourceError) as raised:
@@ -96,16 +96,16 @@ async def test_a_download_that_nobody_waits_for_ends(hub: StubHub, tmp_path: Pat
     assert list(weights) == []
 
 
-async def test_a_cached_commit_needs_no_room(hub: StubHub, hub_source: HubSource, tmp_path: Path) -> None:
+async def test_a_cached_commit_needs_no_free_space(hub: StubHub, hub_source: HubSource, tmp_path: Path) -> None:
     sha = hub.push(REPO, policy(1))
     folder = await hub_source.fetch(REPO, sha, ignore)
     assert await limited(hub, tmp_path / "cache", min_free_bytes=1 << 60).fetch(REPO, sha, ignore) == folder
 
 
-async def test_a_cache_of_its_own_keeps_the_newest_commits(hub: StubHub, tmp_path: Path) -> None:
+async def test_a_separate_cache_keeps_the_newest_commits(hub: StubHub, tmp_path: Path) -> None:
     source = limited(hub, tmp_path, max_commits=2)
     made = [hub.push(REPO, policy(step)) for step in range(4)]
     folders = [await source.fetch(REPO, sha, ignore) for sha in made]
     assert [folder.is_dir() for folder in folders] == [False, False, True, True]
-    assert (folders[2] / "policy_preprocessor.json").read_text() == "{}"  # one blob of all commits
+    assert (folders[2] / "policy_preprocessor.json").read_text() == "{}"  # All commits share this blob.
     assert len(list(tmp_path.rglob("blobs/*"))) == 5

@@ -11,7 +11,7 @@ from tests.unit.rollout.world import REPO
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Callable[[], Journal]]:
-    """Opens the journal of deployments, each time as after a restart."""
+    """Return a function that opens the journal as after a restart."""
     with ExitStack() as databases:
 
         def reopen() -> Journal:
@@ -37,7 +37,7 @@ async def test_only_the_newest_records_survive_a_restart(journal: Callable[[], J
     assert (again.list()[0].stages[1].name, again.get(made[0].id)) == ("downloading", None)
 
 
-async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], Journal]) -> None:
+async def test_a_deployment_of_a_killed_process_is_failed(journal: Callable[[], Journal]) -> None:
     record = Record(REPO, None, "webhook", webhook_id="hook", delivery_ids=["1"])
     record.begin_stage("compiling")
     await journal().save(record)
@@ -46,21 +46,21 @@ async def test_deployment_of_a_killed_process_has_failed(journal: Callable[[], J
         assert (again.id, again.result, again.reason, again.delivery_ids) == (record.id, "failed", "interrupted", ["1"])
 
 
-@pytest.mark.parametrize(("stage", "is_kept_away"), [("checking", False), ("swapping", True), ("probation", True)])
-async def test_commit_on_trial_at_a_kill_is_quarantined(journal, stage, is_kept_away) -> None:
+@pytest.mark.parametrize(("stage", "is_quarantined"), [("checking", False), ("swapping", True), ("probation", True)])
+async def test_a_commit_on_probation_at_a_kill_is_quarantined(journal, stage, is_quarantined) -> None:
     record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
     record.begin_stage(stage)
     await journal().save(record)
     quarantine = journal().quarantine
     found = quarantine.get(REPO, "a" * 40)
-    assert (found is not None) == is_kept_away
+    assert (found is not None) == is_quarantined
     if found is not None:
         assert (found.reason, found.deployment) == ("interrupted", record.id)
         await quarantine.release("a" * 40)
         assert journal().quarantine.list() == []
 
 
-def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:
+def test_a_repeated_stage_is_recorded_once() -> None:
     record = Record(REPO, None, "request")
     for name in ("loading", "loading", "compiling"):
         record.begin_stage(name)

@@ -9,7 +9,7 @@ SHA = "1" * 40
 
 
 @pytest.mark.parametrize(
-    ("followed", "moved", "wanted"),
+    ("followed", "moved", "matches"),
     [
         (None, "refs/heads/main", True),
         (None, "refs/heads/dev", False),
@@ -24,14 +24,14 @@ SHA = "1" * 40
         ("deploy-*", "refs/heads/deploy-12", False),
     ],
 )
-def test_refs_that_a_session_follows(followed: str | None, moved: str, wanted: bool) -> None:
-    assert matches_ref(followed or "main", moved) is wanted
+def test_a_session_follows_matching_refs(followed: str | None, moved: str, matches: bool) -> None:
+    assert matches_ref(followed or "main", moved) is matches
     reading = interpret_delivery(pushed(SHA, moved), [Robot("a", ref=followed)])
-    assert reading.targets == ((TriggerTarget(REPO, followed or "main"),) if wanted else ())
-    assert (reading.ignored is None) is wanted
+    assert reading.targets == ((TriggerTarget(REPO, followed or "main"),) if matches else ())
+    assert (reading.ignored is None) is matches
 
 
-def of_a_dataset() -> WebhookPayload:
+def dataset_payload() -> WebhookPayload:
     payload = pushed(SHA)
     payload.repo.type = "dataset"
     return payload
@@ -43,7 +43,7 @@ def of_a_dataset() -> WebhookPayload:
         (pushed(SHA, "refs/pr/1"), Robot("a", ref="refs/pr/1")),
         (pushed(SHA, "refs/convert/parquet"), Robot("a", ref="refs/convert/parquet")),
         (pushed(None), Robot("a")),
-        (of_a_dataset(), Robot("a")),
+        (dataset_payload(), Robot("a")),
         (pushed(SHA), Robot("a", mode="off")),
     ],
     ids=["proposal", "conversion", "deleted ref", "dataset", "off"],
@@ -60,7 +60,7 @@ def test_sessions_of_one_ref_are_one_target() -> None:
 @pytest.mark.parametrize(
     "refs", [None, "refs/heads/main", [{"ref": "refs/heads/main", "newSha": 5}], [{"ref": None}], 3]
 )
-def test_refs_that_are_missing_or_cannot_be_read_are_about_all_refs(refs: object) -> None:
+def test_missing_or_unreadable_refs_count_as_all_refs(refs: object) -> None:
     body = pushed(SHA).model_dump(mode="json", exclude_unset=True) | {"updatedRefs": refs}
     payload = WebhookPayload.model_validate(body)
     assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, TriggerTarget(REPO, "v1"))
@@ -76,12 +76,12 @@ def test_refs_that_are_missing_or_cannot_be_read_are_about_all_refs(refs: object
         ("repo.config", "update", {}, None),
         ("repo", "update", {}, None),
         ("discussion", "create", {}, None),
-        ("repo.content.later", "update", {}, "looked at"),
+        ("repo.content.later", "update", {}, "deployed"),
     ],
 )
-def test_events_that_are_no_push_deploy_nothing(scope: str, action: str, parts: dict, code: str | None) -> None:
+def test_events_other_than_a_push_deploy_nothing(scope: str, action: str, parts: dict, code: str | None) -> None:
     reading = interpret_delivery(pushed(SHA, event={"scope": scope, "action": action}, **parts), [Robot("a")])
-    if code == "looked at":
+    if code == "deployed":
         assert reading.targets == (MAIN,)
         return
     assert reading.targets == ()

@@ -1,4 +1,4 @@
-"""Sessions without robots that do as they are told, and everything around them."""
+"""Scripted sessions without robots, and the deployments and stub Hub around them."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ REPO = "someone/arm"
 
 
 def policy(step: int) -> dict[str, bytes | str | None]:
-    """The files of a policy; each step has others."""
+    """Return the files of a policy, which differ for each step."""
     return {
         "config.json": f'{{"type": "act", "step": {step}}}',
         "model.safetensors": step.to_bytes(2, "big") * 2000,
@@ -35,7 +35,7 @@ def policy(step: int) -> dict[str, bytes | str | None]:
 
 @dataclass
 class Robot:
-    """A session; `verdicts` are those of its steps that do not pass."""
+    """Session that follows a policy. `verdicts` has the verdicts of steps that fail."""
 
     session_id: str
     repo: str = REPO
@@ -48,7 +48,7 @@ class Robot:
 
 
 class Robots:
-    """Sessions without robots; `steps` is what was asked of them, as ``(step, session, sha)``."""
+    """Sessions without robots. `steps` records the requests as ``(step, session, sha)``."""
 
     def __init__(self, *robots: Robot):
         self.robots = list(robots)
@@ -114,7 +114,7 @@ SETTINGS = DeploymentSettings(quiet=0.1, longest=5.0, poll=None, transfer_pause=
 
 
 class World:
-    """Everything together; `events` is what was told to the outside, `now` the clock that hints are held by."""
+    """Deployments with their Hub and robots. `events` records the published events; `now` is the clock of triggers."""
 
     def __init__(self, hub: StubHub, robots: Robots, sources: Callable[[str], PolicySource], folder: Path):
         self.hub = hub
@@ -123,10 +123,10 @@ class World:
         self.database = folder / "deployments.sqlite"
         self.now: Callable[[], float] = time.monotonic
         self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.deployments = self.opened()
+        self.deployments = self.create_deployments()
         self._running: asyncio.Task[None] | None = None
 
-    def opened(self, settings: DeploymentSettings = SETTINGS) -> Deployments:
+    def create_deployments(self, settings: DeploymentSettings = SETTINGS) -> Deployments:
         return Deployments(
             sources=self.sources,
             rollout=self.robots,
@@ -149,49 +149,49 @@ class World:
 
     async def restart(self, settings: DeploymentSettings = SETTINGS) -> None:
         await self.stop()
-        self.deployments = self.opened(settings)
+        self.deployments = self.create_deployments(settings)
         self.start()
 
     def push(self, files: Mapping[str, bytes | str | None], **details: Any) -> str:
-        """Make a commit and tell the deployments as a webhook would."""
+        """Push a commit and notify the deployments as a webhook does."""
         sha = self.hub.push(REPO, files, **details)
-        self.tell(sha, details.get("ref", "main"))
+        self.notify(sha, details.get("ref", "main"))
         return sha
 
-    def tell(self, sha: str, ref: str = "main") -> None:
+    def notify(self, sha: str, ref: str = "main") -> None:
         self.deployments.handle_delivery(pushed(sha, ref), f"delivery-{sha[:6]}")
 
     async def arrive(self, files: Mapping[str, bytes | str | None]) -> str:
-        """Make a commit, tell of it, and wait for what becomes of it."""
+        """Push a commit, notify the deployments, and wait until they are idle."""
         sha = self.push(files)
         await self.idle()
         return sha
 
-    async def preparing(self, *files: Mapping[str, bytes | str | None]) -> list[str]:
-        """Push commits, each while the one before it is held in its preparation; `Robots.may_prepare` ends that."""
+    async def start_preparing(self, *files: Mapping[str, bytes | str | None]) -> list[str]:
+        """Push commits, each during the preparation of the commit before, which `Robots.may_prepare` releases."""
         self.robots.may_prepare.clear()
         made: list[str] = []
-        for one in files:
-            made.append(self.push(one))
+        for commit in files:
+            made.append(self.push(commit))
             await until(lambda: self.robots.of("prepare")[-1:] == made[-1:])
         return made
 
-    async def told(self, sha: str) -> None:
-        self.tell(sha)
+    async def deliver(self, sha: str) -> None:
+        self.notify(sha)
         await self.idle()
 
-    async def reconciled(self) -> None:
+    async def reconcile(self) -> None:
         await self.deployments.reconcile()
         await self.idle()
 
-    def ended(self, how: tuple[str, str | None]) -> Record:
-        """The only record there is, which ended with this result and for this reason."""
+    def only_record(self, expected: tuple[str, str | None]) -> Record:
+        """Return the only record, which has this result and reason."""
         (record,) = self.deployments.list()
-        assert (record.result, record.reason) == how
+        assert (record.result, record.reason) == expected
         return record
 
     async def deploy(self, session_id: str, revision: str | None = None, *, force: bool = False) -> Record:
-        """Ask for a deployment and wait for its end."""
+        """Request a deployment and wait for its end."""
         record = await self.deployments.begin_deployment(session_id, revision, force=force)
         await until(lambda: record.result is not None)
         await self.idle()
@@ -199,25 +199,25 @@ class World:
 
     @property
     def quarantined(self) -> list[str]:
-        return [one.sha for one in self.deployments.quarantine.list()]
+        return [entry.sha for entry in self.deployments.quarantine.list()]
 
     async def idle(self) -> None:
-        """Wait until everything that was told of is done."""
+        """Wait until the deployments have handled all notifications."""
         await until(lambda: self.deployments.is_idle)
 
     @property
     def results(self) -> list[str | None]:
-        """Of all records, oldest first."""
+        """Return the results of all records, oldest first."""
         return [record.result for record in reversed(self.deployments.list())]
 
 
 def pushed(sha: str | None, ref: str = "main", repo: str = REPO, **parts: Any) -> WebhookPayload:
-    """A delivery's payload."""
+    """Return the payload of a delivery."""
     name = ref if ref.startswith("refs/") else f"refs/heads/{ref}"
-    told = {
+    payload = {
         "event": {"action": "update", "scope": "repo.content"},
         "repo": {"type": "model", "name": repo, "id": "1", "owner": {"id": "2"}, "headSha": sha},
         "webhook": {"id": "hook", "version": 3},
         "updatedRefs": [{"ref": name, "oldSha": None, "newSha": sha}],
     }
-    return WebhookPayload.model_validate(told | parts)
+    return WebhookPayload.model_validate(payload | parts)

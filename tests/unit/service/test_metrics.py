@@ -1,4 +1,4 @@
-"""Figures for Prometheus, asked for by many at once."""
+"""Metrics for Prometheus, with concurrent requests."""
 
 import asyncio
 import threading
@@ -12,8 +12,8 @@ from service.api.metrics import Metrics
 from service.stats import BOUNDS, Rate, Recent, Tally
 
 
-class _Looked:
-    """A collector that notes who looks, and how many at a time."""
+class _RecordingCollector:
+    """Collector that records the number of collections and their threads."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -25,32 +25,32 @@ class _Looked:
         yield GaugeMetricFamily("times", "Looks", value=self.times)
 
 
-async def test_a_flood_of_questions_is_one_thread_that_writes_a_few_times() -> None:
-    metrics, looked = Metrics(), _Looked()
-    metrics._registry.register(looked)
-    before = looked.times
+async def test_concurrent_requests_share_one_thread_and_few_collections() -> None:
+    metrics, collector = Metrics(), _RecordingCollector()
+    metrics._registry.register(collector)
+    before = collector.times
     texts = await asyncio.gather(*(metrics.text() for _ in range(50)))
-    assert looked.times - before <= 2
-    assert len(looked.threads - {threading.current_thread().name}) == 1
+    assert collector.times - before <= 2
+    assert len(collector.threads - {threading.current_thread().name}) == 1
     assert all(b"robojax_sessions" in text for text in texts)
 
 
-async def test_an_answer_is_complete_even_if_another_question_is_given_up() -> None:
+async def test_an_answer_is_complete_if_another_request_is_cancelled() -> None:
     metrics = Metrics()
     for number in range(1, 6):
-        before = asyncio.create_task(metrics.text())  # somebody else's
+        before = asyncio.create_task(metrics.text())  # Another request is in progress.
         await asyncio.sleep(0)
         metrics.count_answer("GET", "/x", 200, 0.001)
         line = f'robojax_requests_total{{method="GET",route="/x",status="200"}} {number}.0'
         assert line.encode() in await metrics.text()
         await before
-    given_up, other = (asyncio.create_task(metrics.text()) for _ in range(2))
+    cancelled, other = (asyncio.create_task(metrics.text()) for _ in range(2))
     await asyncio.sleep(0)
-    given_up.cancel()
+    cancelled.cancel()
     assert b"robojax_sessions" in await other
 
 
-def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
+def test_percentiles_use_the_newest_samples_and_counts_use_all() -> None:
     recent = Recent(4)
     assert recent.percentile(50) is None
     assert recent.percentiles_ms(50, 99) == {"p50": None, "p99": None}
@@ -65,16 +65,16 @@ def test_percentiles_are_of_the_newest_samples_and_counts_of_all() -> None:
     assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)
 
 
-def test_rates_end_with_their_events_and_tallies_count_by_reason() -> None:
+def test_rates_follow_their_events_and_tallies_count_by_reason() -> None:
     rate = Rate()
     assert rate.per_second(0.0) == 0.0
     for number in range(100):
         rate.add(number / 25)
     assert (rate.per_second(4.0), rate.per_second(10.0), rate.count) == (25.0, 0.0, 100)
-    at_once = Rate()
-    at_once.add(1.0)
-    at_once.add(1.0)
-    assert at_once.per_second(1.0) == 0.0
+    simultaneous = Rate()
+    simultaneous.add(1.0)
+    simultaneous.add(1.0)
+    assert simultaneous.per_second(1.0) == 0.0
     tally = Tally()
     tally.add("b")
     tally.add("a", 2)

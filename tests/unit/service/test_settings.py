@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
-    """A folder and an environment without any settings."""
+    """Return a folder and remove all settings from the environment."""
     for name in list(os.environ):
         if name.startswith(PREFIX):
             monkeypatch.delenv(name)
@@ -30,13 +30,13 @@ def write(text: str, name: str = "robojax.toml") -> Path:
     return path
 
 
-def wrong(flags=None, file=None) -> str:
+def error_of(flags=None, file=None) -> str:
     with pytest.raises(SettingsError) as caught:
         load_settings(flags, file)
     return str(caught.value)
 
 
-def test_flags_win_over_environment_file_and_defaults_in_this_order(monkeypatch):
+def test_flags_override_the_environment_the_file_and_defaults(monkeypatch):
     assert load_settings().server.port == 8001
     write("port = 1111\nrate = 50\nmax_sessions = 3")
     assert load_settings().server.port == 1111
@@ -46,7 +46,7 @@ def test_flags_win_over_environment_file_and_defaults_in_this_order(monkeypatch)
     assert (settings.server.port, settings.control.rate, settings.limits.max_sessions) == (3333, 30.0, 3)
 
 
-def test_the_file_is_named_by_a_flag_or_a_variable_or_is_just_there(monkeypatch):
+def test_the_file_comes_from_a_flag_a_variable_or_the_folder(monkeypatch):
     for number, name in enumerate(("robojax.toml", "two.toml", "three.toml"), 1):
         write(f"port = {number}", name)
     assert load_settings().server.port == 1
@@ -85,14 +85,14 @@ def test_lists_and_tables_have_a_form_for_each_source(monkeypatch):
         ),
     ],
 )
-def test_a_bad_value_is_told_with_its_source_and_what_was_wanted(flags, text):
-    assert text in wrong(flags)
+def test_an_invalid_value_is_reported_with_source_and_expectation(flags, text):
+    assert text in error_of(flags)
 
 
 def test_each_source_is_named(monkeypatch):
     write('port = "x"\nhots = "a"\ncolour = 1')
     monkeypatch.setenv("ROBOJAX_RATE", "-1")
-    lines = wrong({"max_body": "none"}).splitlines()
+    lines = error_of({"max_body": "none"}).splitlines()
     assert "port (robojax.toml port): found 'x'; wanted a valid integer, unable to parse string as an integer" in lines
     assert "rate (environment ROBOJAX_RATE): found '-1'; wanted greater than 0" in lines
     assert "hots (robojax.toml hots): no such setting; did you mean 'host'?" in lines
@@ -101,8 +101,8 @@ def test_each_source_is_named(monkeypatch):
 
 
 def test_all_errors_are_reported_at_once():
-    write("[control]\nrate = 50")  # a group is not a table of the file
-    lines = wrong({"rate": "300", "update_quiet": "301", "port": "x", "colour": 1}).splitlines()
+    write("[control]\nrate = 50")  # A group is not a table of the file.
+    lines = error_of({"rate": "300", "update_quiet": "301", "port": "x", "colour": 1}).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["port", "rate", "update_quiet", "control", "colour"]
 
 
@@ -129,24 +129,24 @@ def test_models_have_a_form_for_each_source(monkeypatch, nowhere):
         ({"a": 5}, "models.a"),
     ],
 )
-def test_models_that_make_no_sense_are_told(models, text):
-    assert text in wrong({"models": models})
-    assert "flag --models" in wrong({"models": models})
+def test_invalid_models_are_refused(models, text):
+    assert text in error_of({"models": models})
+    assert "flag --models" in error_of({"models": models})
 
 
 def test_a_file_that_cannot_be_read_is_an_error(monkeypatch):
-    assert "config (flag --config): found no file 'nope.toml'" in wrong(file=Path("nope.toml"))
+    assert "config (flag --config): found no file 'nope.toml'" in error_of(file=Path("nope.toml"))
     write("port = = 1", "broken.toml")
-    assert "config (broken.toml)" in wrong(file=Path("broken.toml"))
+    assert "config (broken.toml)" in error_of(file=Path("broken.toml"))
     Path("binary.toml").write_bytes(b"\xff\xfe\x00")
-    assert "config (binary.toml)" in wrong(file=Path("binary.toml"))
+    assert "config (binary.toml)" in error_of(file=Path("binary.toml"))
     monkeypatch.setenv("ROBOJAX_CONFIG", "gone.toml")
-    assert "environment ROBOJAX_CONFIG" in wrong()
+    assert "environment ROBOJAX_CONFIG" in error_of()
 
 
-def test_variables_that_are_no_settings_are_told_but_are_no_errors(monkeypatch):
+def test_unknown_variables_are_reported_but_are_not_errors(monkeypatch):
     monkeypatch.setenv("ROBOJAX_PROT", "1")
-    monkeypatch.setenv("ROBOJAX_SERVICE_HOST", "10.0.0.1")  # what Kubernetes makes of a service of this name
+    monkeypatch.setenv("ROBOJAX_SERVICE_HOST", "10.0.0.1")  # Kubernetes sets this variable for a service of this name.
     monkeypatch.setenv("ROBOJAX_PORT", "1")
     load_settings()
     assert unknown_variables() == ["ROBOJAX_PROT", "ROBOJAX_SERVICE_HOST"]
@@ -165,7 +165,7 @@ def test_every_setting_has_a_group_a_description_and_hides_secrets():
     assert {name for name in FIELDS if name.endswith("_file")} <= private
 
 
-# A group with one more field, in place of the one that the server has: nothing else is told of it.
+# Replaces a group of settings by a group with one more field, without any other change.
 SCRATCH = """
 import os, sys
 from pydantic import Field
@@ -196,7 +196,7 @@ main()
 """
 
 
-def test_a_field_of_a_group_is_all_that_a_setting_needs(nowhere):
+def test_a_new_field_of_a_group_is_a_complete_setting(nowhere):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
     ran = subprocess.run([sys.executable, "-c", SCRATCH], env=environment, capture_output=True, text=True, check=True)
     defaults, variable, file, row, shown = ran.stdout.split("\n", 4)
@@ -206,7 +206,7 @@ def test_a_field_of_a_group_is_all_that_a_setting_needs(nowhere):
     assert "Seconds that only this test waits. Default: 1.5." in shown
 
 
-def test_the_generated_pages_are_what_the_classes_say():
+def test_the_generated_pages_match_the_classes():
     page = ROOT / "docs" / "reference" / "settings.md"
     assert page.read_text() == settings_page(), "python -m tools.settings_page > docs/reference/settings.md"
     page = ROOT / "docs" / "reference" / "session_fields.md"

@@ -1,4 +1,4 @@
-"""What a session's policy is told to do: at its making, and while its robot moves."""
+"""Instructions of a session, at its creation and while its robot moves."""
 
 import threading
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ READS = replace(LONG, language=True)
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
 
 
-def reading(rig: Rig, **more: object) -> ScriptedPolicy:
+def set_language_policy(rig: Rig, **more: object) -> ScriptedPolicy:
     rig.policy = ScriptedPolicy(READS, unreadable="gibberish", **more)  # type: ignore[arg-type]
     return rig.policy
 
 
 async def test_a_new_instruction_is_used_from_the_next_chunk_on() -> None:
     async with rigged() as rig:
-        policy = reading(rig)
+        policy = set_language_policy(rig)
         await rig.running(replace(NEW, language_instruction=RED))
         assert set(policy.told) == {(RED,)}
         session = await rig.sessions.adjust("s", {"language_instruction": BLUE})
@@ -46,8 +46,8 @@ async def test_a_new_instruction_is_used_from_the_next_chunk_on() -> None:
         assert session.status().stats["instruction_tokens_cut"] == 3
 
 
-class Obeying(ScriptedPolicy):
-    """Moves up for the red cube, and down for any other."""
+class FollowingPolicy(ScriptedPolicy):
+    """Policy that moves up for the red cube and down for all others."""
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         chunk = super().act(observation)
@@ -57,24 +57,24 @@ class Obeying(ScriptedPolicy):
 
 
 @pytest.mark.parametrize("overlap", ["replace", "crossfade", "rtc"])
-async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: str) -> None:
+async def test_a_new_instruction_ends_the_old_plan_early(overlap: str) -> None:
     needs = replace(READS, chunk=400, action_steps=380, takes_prefix=overlap == "rtc")
     async with rigged() as rig:
-        rig.policy = policy = Obeying(needs)
+        rig.policy = policy = FollowingPolicy(needs)
         await rig.running(replace(NEW, language_instruction=RED, overlap=overlap))
         session, robot_io = rig.session, rig.session.robot_io
-        asked = len(policy.told)
+        requests = len(policy.told)
         for more in ({"language_instruction": RED}, {"action_steps": 390}):
             await rig.sessions.adjust("s", more)
         sent = len(rig.link.sent)
         await until(lambda: len(rig.link.sent) > sent + 5)
-        assert len(policy.told) == asked, "an instruction that stays the same asks for nothing"
+        assert len(policy.told) == requests, "an unchanged instruction causes no request"
         assert rig.link.sent[-1].values["Rotation"] > POSE["Rotation"]
         await rig.sessions.adjust("s", {"language_instruction": BLUE})
         sent = len(rig.link.sent)
         await until(lambda: rig.link.sent[-1].values["Rotation"] < POSE["Rotation"])
-        assert len(rig.link.sent) < sent + 100, "not at the end of the old plan"
-        assert policy.told[asked:] == [(BLUE,)]
+        assert len(rig.link.sent) < sent + 100, "the change takes effect before the end of the old plan"
+        assert policy.told[requests:] == [(BLUE,)]
         assert robot_io.runner.followed == BLUE
         assert session.status().stats["starvations"] == 0
         assert robot_io.controller.holds["starved"] == 0
@@ -82,19 +82,19 @@ async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: 
 
 async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
     async with rigged() as rig:
-        rig.policy = policy = Obeying(replace(READS, chunk=400, action_steps=5))
+        rig.policy = policy = FollowingPolicy(replace(READS, chunk=400, action_steps=5))
         await rig.running(replace(NEW, language_instruction=RED))
         robot_io, gate = rig.session.robot_io, threading.Event()
         before = robot_io.controller.scheduler.discarded
         policy.failures.append(gate)
         try:
-            await until(lambda: not policy.failures)  # the policy computes an answer to RED
+            await until(lambda: not policy.failures)  # The policy computes an answer to RED now.
             await rig.sessions.adjust("s", {"language_instruction": BLUE})
         finally:
             gate.set()
-        asked = len(policy.told)
+        requests = len(policy.told)
         await until(lambda: (BLUE,) in policy.told)
-        assert (RED,) not in policy.told[asked + 1 :]
+        assert (RED,) not in policy.told[requests + 1 :]
         await until(lambda: robot_io.runner.followed == BLUE)
         assert robot_io.controller.scheduler.discarded == before + 1
         assert robot_io.controller.holds["starved"] == 0
@@ -103,18 +103,18 @@ async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
 @pytest.mark.parametrize("instruction", [None, "  ", "gibberish"])
 async def test_a_policy_that_reads_language_needs_an_instruction(instruction: str | None) -> None:
     async with rigged() as rig:
-        policy = reading(rig)
+        policy = set_language_policy(rig)
         with pytest.raises(InvalidRequest, match=r"language_instruction") as error:
             await rig.sessions.create(replace(NEW, language_instruction=instruction))
         assert error.value.loc == ("body", "language_instruction")
         assert not policy.told
-        assert not rig.transport.existing, "no room was made"
+        assert not rig.transport.existing, "no room was created"
 
 
 @pytest.mark.parametrize("instruction", [None, "", "gibberish"])
-async def test_an_unreadable_instruction_leaves_the_old_one_in_force(instruction: str | None) -> None:
+async def test_an_unreadable_instruction_keeps_the_old_instruction(instruction: str | None) -> None:
     async with rigged() as rig:
-        policy = reading(rig)
+        policy = set_language_policy(rig)
         await rig.running(replace(NEW, language_instruction=RED))
         with pytest.raises(InvalidRequest, match=r"language_instruction"):
             await rig.sessions.adjust("s", {"language_instruction": instruction, "action_steps": 3})
@@ -130,18 +130,18 @@ async def test_a_policy_without_language_gets_no_instruction() -> None:
     async with rigged() as rig:
         rig.policy = ScriptedPolicy(replace(LONG, action_steps=400))
         await rig.running(replace(NEW, language_instruction=RED))
-        asked = rig.policy.acted
+        requests = rig.policy.acted
         session = await rig.sessions.adjust("s", {"language_instruction": None})
         sent = len(rig.link.sent)
         await until(lambda: len(rig.link.sent) > sent + 5)
-        assert rig.policy.acted == asked, "its plan goes on"
+        assert rig.policy.acted == requests, "the plan continues"
         assert session.status().stats["language_instruction"] is None
-        # It refuses observations that hold more than it reads.
+        # The policy refuses observations with features that it does not read.
         assert session.status().stats["errors"] == 0
         assert not rig.policy.told
 
 
-async def test_a_shadow_reads_what_the_first_policy_is_told() -> None:
+async def test_a_shadow_policy_gets_the_same_instruction() -> None:
     shadow = ScriptedPolicy(READS)
     async with rigged() as rig:
         rig.policies["shadow"] = shadow
@@ -150,7 +150,7 @@ async def test_a_shadow_reads_what_the_first_policy_is_told() -> None:
         assert shadow.told[0] == (BLUE,)
 
 
-def test_no_instruction_that_the_api_takes_is_cut() -> None:
+def test_no_instruction_that_the_api_accepts_is_cut() -> None:
     for model in (NewSessionRequest, AdjustRequest):
         limits = model.model_json_schema()["properties"]["language_instruction"]["anyOf"][0]
         assert limits["maxLength"] == MAX_INSTRUCTION_LENGTH

@@ -1,4 +1,4 @@
-"""What a second server finds of the sessions of one that was killed, or ended in order."""
+"""Sessions that a server finds after the previous server was killed or shut down."""
 
 import asyncio
 import shutil
@@ -30,19 +30,17 @@ def records_in(folder: Path) -> SessionRecords:
 
 
 class Server:
-    """Sessions on a state folder, with rooms that outlive them."""
+    """Sessions with a state folder, and rooms that outlive the server."""
 
     def __init__(self, folder: Path, transport: MemoryTransport | None = None, **more):
         self.folder = folder
         self.transport = transport or MemoryTransport()
         self.load = ScriptedLoader()
-        self.told: list[str] = []
         self.sessions = Sessions(
             transport=self.transport,
             load=self.load,
             engine=Engine(),
             settings=session_settings(Settings.from_values(**more)),
-            listeners=[lambda event: self.told.append(event.name)],
             records=records_in(folder),
         )
 
@@ -64,7 +62,7 @@ async def serving(folder: Path, transport: MemoryTransport | None = None, **more
 
 @asynccontextmanager
 async def after_a_kill(server: Server, **more) -> AsyncIterator[Server]:
-    """What is on the disk and on the transport server at this moment is all that the next server has."""
+    """Start a server with only the current state of the disk and of the transport server."""
     folder = server.folder / "killed"
     folder.mkdir()
     for file in server.folder.glob("sessions.sqlite3*"):
@@ -81,7 +79,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield made
 
 
-async def test_acknowledged_sessions_are_listed_and_not_loaded(server: Server) -> None:
+async def test_acknowledged_sessions_are_listed_but_not_loaded(server: Server) -> None:
     await server.sessions.create(NEW)
     await server.sessions.create(replace(NEW, session_id="other"))
     await server.sessions.start("arm")
@@ -97,16 +95,16 @@ async def test_acknowledged_sessions_are_listed_and_not_loaded(server: Server) -
             await after.sessions.start("arm")
 
 
-async def test_what_stopped_by_itself_is_written_down_too(server: Server) -> None:
+async def test_an_emergency_stop_by_the_robot_is_stored(server: Server) -> None:
     session = await server.sessions.create(NEW)
-    server.transport.link.deliver_emergency_stop("the robot said so")
+    server.transport.link.deliver_emergency_stop("robot fault")
     assert session.is_latched
     await server.sessions._journal._records.flush()
     async with after_a_kill(server) as after:
-        assert after.sessions.get("arm").latch == session.latch == "the robot said so (from robot)"
+        assert after.sessions.get("arm").latch == session.latch == "robot fault (from robot)"
 
 
-async def test_a_server_that_ends_in_order_says_so(tmp_path: Path) -> None:
+async def test_a_shutdown_is_stored_as_the_reason_of_the_interruption(tmp_path: Path) -> None:
     async with serving(tmp_path) as first:
         await first.sessions.create(NEW)
         await first.sessions.start("arm")
@@ -131,14 +129,16 @@ async def test_a_restart_loads_rejoins_the_rooms_and_waits_for_a_start(server: S
         assert after.transport.existing == set()
 
 
-async def test_a_restart_that_fails_can_be_tried_again(server: Server) -> None:
+async def test_a_failed_restart_can_be_repeated(server: Server) -> None:
     await server.sessions.create(NEW)
     async with after_a_kill(server) as after:
-        after.transport.refuse = TransportError("nobody is there")
+        after.transport.refuse = TransportError("no server answers")
         with pytest.raises(TransportError):
             await after.sessions.restart("arm")
         assert after.stages() == {"arm": "interrupted"}
-        assert after.reason() == ("the server ended while it was ready; it could not be brought back: nobody is there")
+        assert after.reason() == (
+            "the server ended while it was ready; it could not be brought back: no server answers"
+        )
         async with after_a_kill(after) as third:
             assert third.stages() == {"arm": "interrupted"}
         after.transport.refuse = None
@@ -146,7 +146,7 @@ async def test_a_restart_that_fails_can_be_tried_again(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("how", "count", "refusal"), [("restart", 5, "MoveRefused"), ("create", 50, "SessionExists")])
-async def test_one_of_many_requests_brings_an_interrupted_session_back(server, how, count, refusal) -> None:
+async def test_one_of_many_requests_restores_an_interrupted_session(server, how, count, refusal) -> None:
     await server.sessions.create(NEW)
     async with after_a_kill(server) as after:
         calls = [
@@ -158,7 +158,7 @@ async def test_one_of_many_requests_brings_an_interrupted_session_back(server, h
         assert len(after.transport.links) == 1
 
 
-async def test_one_of_the_same_owner_takes_its_place(server: Server) -> None:
+async def test_a_new_session_of_the_same_owner_replaces_it(server: Server) -> None:
     await server.sessions.create(replace(NEW, owner="ada"))
     async with after_a_kill(server) as after:
         for other in (None, "bob"):
@@ -180,7 +180,7 @@ async def test_a_bounded_number_of_interrupted_sessions_is_kept(tmp_path: Path) 
         assert list(last.stages()) == ["1-0", "1-1", "2-0", "2-1"]
 
 
-async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Server) -> None:
+async def test_unknown_fields_of_a_newer_version_are_kept(server: Server) -> None:
     await server.sessions.create(NEW)
     text = server.sessions._journal._writers["arm"].record.as_json().replace('"dry_run"', '"max_torque": 3, "dry_run"')
     server.sessions._journal._records._note("sessions", "arm", (text,))
@@ -193,7 +193,7 @@ async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Se
             assert third.sessions.get("arm").record.wishes == {"max_torque": 3}  # type: ignore[union-attr]
 
 
-async def test_a_latch_outlives_the_server_and_the_session_until_its_reset(server: Server) -> None:
+async def test_a_latch_survives_the_server_and_the_session_until_reset(server: Server) -> None:
     await server.sessions.create(NEW)
     await server.sessions.emergency_stop("smoke")
     async with after_a_kill(server) as after:
@@ -214,7 +214,7 @@ async def test_a_latch_outlives_the_server_and_the_session_until_its_reset(serve
                 assert not fourth.sessions.get("arm").is_latched
 
 
-async def test_the_emergency_stop_for_all_latches_interrupted_ones(server: Server) -> None:
+async def test_an_emergency_stop_of_all_latches_interrupted_sessions(server: Server) -> None:
     await server.sessions.create(NEW)
     async with after_a_kill(server) as after:
         assert await after.sessions.emergency_stop("fire") == ["arm"]
@@ -237,7 +237,7 @@ async def test_an_owner_clears_the_latch_of_a_deleted_session(server: Server) ->
         assert (await after.sessions.create(NEW)).latch is None
 
 
-async def test_why_somebody_elses_session_was_stopped_is_not_told(server: Server) -> None:
+async def test_the_stop_reason_of_another_owners_session_is_hidden(server: Server) -> None:
     await server.sessions.create(replace(NEW, owner="ada"))
     await server.sessions.emergency_stop("ada's secret")
     await server.sessions.delete("arm")
@@ -245,7 +245,7 @@ async def test_why_somebody_elses_session_was_stopped_is_not_told(server: Server
     assert session.latch == "an emergency stop of a session of this id"
 
 
-async def test_without_records_a_latch_outlives_its_session_all_the_same() -> None:
+async def test_a_latch_survives_its_session_without_records() -> None:
     sessions = Sessions(transport=MemoryTransport(), load=ScriptedLoader(), engine=Engine())
     await sessions.create(NEW)
     await sessions.emergency_stop("smoke")
@@ -272,7 +272,7 @@ async def test_an_interrupted_session_keeps_its_room_ids(tmp_path: Path) -> None
         await server.sessions.create(second)
 
 
-async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server: Server) -> None:
+async def test_an_interrupted_deletion_of_rooms_is_completed(server: Server) -> None:
     await server.sessions.create(NEW)
     server.transport.leaving = left = asyncio.Event()
     deleting = asyncio.create_task(server.sessions.delete("arm"))
@@ -286,7 +286,7 @@ async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server:
     await deleting
 
 
-async def test_rooms_that_somebody_else_made_or_is_in_are_left_alone(server: Server) -> None:
+async def test_rooms_of_other_clients_are_not_deleted(server: Server) -> None:
     server.transport.existing.add("home/arm-front")
     await server.sessions.create(NEW)
     async with after_a_kill(server) as after:
@@ -294,16 +294,16 @@ async def test_rooms_that_somebody_else_made_or_is_in_are_left_alone(server: Ser
         await after.sessions.delete("arm")
         await until(lambda: after.transport.existing == {"home/arm-front", "home/arm-joint-output"})
         async with after_a_kill(after) as third:
-            # Whoever was in it has left since.
+            # The other client has left the room.
             await until(lambda: third.transport.existing == {"home/arm-front"})
     server.transport.existing.discard("home/arm-front")
 
 
-# Servers in processes of their own, which are killed, and which go on.
+# The following test kills servers in separate processes.
 
 
-async def test_after_kills_at_random_moments_nothing_is_lost_and_nothing_moves(tmp_path: Path) -> None:
-    """The whole programme has 200 kills."""
+async def test_random_kills_lose_no_session_and_move_no_robot(tmp_path: Path) -> None:
+    """The benchmark runs the same campaign with 200 kills."""
     found = await campaign(tmp_path, kills=5, seed=11)
     assert {fault: found[fault] for fault in FAULTS} == dict.fromkeys(FAULTS, 0), found["notes"]
     assert sum(found["acknowledged"].values()) > 5

@@ -1,4 +1,4 @@
-"""A session goes from one server to another: held here, interrupted there, and its rooms are left as they are."""
+"""Move of a session to another server: it is held here, interrupted there, and keeps its rooms."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ NEW = NewSession("arm", "policy", "memory://", owner="alice")
 
 
 class Servers:
-    """Two, with the same rooms."""
+    """Two servers with the same rooms."""
 
     def __init__(self) -> None:
         self.transport = MemoryTransport()
@@ -36,8 +36,8 @@ class Servers:
 async def servers() -> AsyncIterator[Servers]:
     servers = Servers()
     yield servers
-    for one in (servers.here, servers.there):
-        await one.close()
+    for sessions in (servers.here, servers.there):
+        await sessions.close()
 
 
 async def record_of_a_session(servers: Servers) -> SessionRecord:
@@ -46,7 +46,7 @@ async def record_of_a_session(servers: Servers) -> SessionRecord:
     return servers.here.get_record("arm")
 
 
-async def test_only_a_created_session_has_a_record_and_its_id_is_taken_once(servers: Servers) -> None:
+async def test_only_a_created_session_has_a_record_and_its_id_is_unique(servers: Servers) -> None:
     assert servers.here.get_record("arm") is None
     record = await record_of_a_session(servers)
     assert record.is_ready
@@ -56,7 +56,7 @@ async def test_only_a_created_session_has_a_record_and_its_id_is_taken_once(serv
         await servers.there.adopt(record, None)
 
 
-async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers) -> None:
+async def test_a_session_that_is_handed_over_is_held_and_keeps_its_rooms(servers: Servers) -> None:
     await servers.here.create(NEW)
     await servers.here.start("arm")
     rooms = set(servers.transport.existing)
@@ -82,21 +82,21 @@ async def test_an_adopted_session_is_interrupted_and_keeps_its_rooms(servers: Se
     await servers.there.restart("arm")
     assert [session.id for session in servers.there.list()] == ["arm"]
     await servers.there.delete("arm")
-    assert servers.transport.existing == set(), "they are that server's now"
+    assert servers.transport.existing == set(), "the rooms belong to the new server"
 
 
-async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> None:
+async def test_the_latch_of_an_emergency_stop_moves_with_the_session(servers: Servers) -> None:
     await servers.here.create(NEW)
-    await servers.here.emergency_stop("a hand")
+    await servers.here.emergency_stop("smoke")
     record = servers.here.get_record("arm")
     await servers.here.hand_over("arm")
-    session = await servers.there.adopt(record, "a hand")
-    assert session.latch == "a hand"
+    session = await servers.there.adopt(record, "smoke")
+    assert session.latch == "smoke"
     with pytest.raises(MoveRefused):
         await servers.there.restart("arm")
     await servers.there.reset("arm")
     await servers.there.restart("arm")
-    # The other one has no part in it any more.
+    # The first server has no part of the session.
     await servers.there.delete("arm")
     await servers.here.create(NEW)
     await servers.here.start("arm")

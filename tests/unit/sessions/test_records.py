@@ -1,4 +1,4 @@
-"""Sessions on the disk: the file, what may be wrong with it, and what the API says then."""
+"""Stored sessions: the file, its faults, and the answers of the API."""
 
 import asyncio
 import sqlite3
@@ -21,19 +21,19 @@ from tests.unit.sessions.test_interrupted import NEW, after_a_kill, records_in
 from tests.unit.sessions.test_interrupted import Server as Store
 
 
-def test_a_record_comes_back_as_it_was_written() -> None:
+def test_a_record_read_back_equals_the_written_record() -> None:
     newer = {"version": 2, "more": {"cause": "x"}, "wishes": {"max_torque": 3}}
     record = SessionRecord(NEW, stage="running", reason="because", is_ready=True, made=("arm-front",), **newer)
     assert from_json(record.as_json()) == record
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"new": 3}', '{"new": {"session_id": "a"}}', '{"new": null}'])
-def test_what_is_no_record_is_refused(text: str) -> None:
+def test_invalid_text_is_refused_as_a_record(text: str) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         from_json(text)
 
 
-async def test_the_file_is_its_owners_and_says_which_schema_it_has(tmp_path: Path) -> None:
+async def test_the_file_is_private_and_has_a_schema_version(tmp_path: Path) -> None:
     records = records_in(tmp_path)
     records.put(SessionRecord(NEW))
     await records.flush()
@@ -54,7 +54,7 @@ async def test_a_file_of_a_newer_schema_is_not_touched(tmp_path: Path) -> None:
         records_in(tmp_path)
 
 
-async def test_a_row_that_cannot_be_read_is_left_where_it_is(tmp_path: Path, caplog) -> None:
+async def test_an_unreadable_row_is_kept_but_not_listed(tmp_path: Path, caplog) -> None:
     records = records_in(tmp_path)
     records.put(SessionRecord(NEW))
     records._note("sessions", "broken", ("{",))
@@ -66,7 +66,7 @@ async def test_a_row_that_cannot_be_read_is_left_where_it_is(tmp_path: Path, cap
     await again.close()
 
 
-async def test_what_many_ask_for_at_once_is_few_transactions(tmp_path: Path) -> None:
+async def test_concurrent_writes_share_few_transactions(tmp_path: Path) -> None:
     records = records_in(tmp_path)
     written: list[int] = []
     run = records._database.run  # type: ignore[union-attr]
@@ -77,21 +77,21 @@ async def test_what_many_ask_for_at_once_is_few_transactions(tmp_path: Path) -> 
 
     records._database.run = counted  # type: ignore[union-attr, method-assign]
 
-    async def one(number: int) -> None:
+    async def write(number: int) -> None:
         records.put(SessionRecord(NewSession(f"s{number}", "p", "memory://", workspace_id="w")))
         await records.flush()
 
-    await asyncio.gather(*(one(number) for number in range(100)))
+    await asyncio.gather(*(write(number) for number in range(100)))
     assert sum(written) >= 100
     assert len(written) <= 3
     await records.close()
 
 
-async def test_the_wall_clock_orders_nothing_and_ends_nothing(tmp_path: Path, monkeypatch) -> None:
+async def test_jumps_of_the_wall_clock_have_no_effect(tmp_path: Path, monkeypatch) -> None:
     server = Store(tmp_path, input_timeout=30.0)
-    right = time.time
-    for number, wrong in enumerate((0, 3600, -3600)):
-        monkeypatch.setattr(time, "time", lambda wrong=wrong: right() + wrong)
+    true_time = time.time
+    for number, offset in enumerate((0, 3600, -3600)):
+        monkeypatch.setattr(time, "time", lambda offset=offset: true_time() + offset)
         await server.sessions.create(NewSession(f"s{number}", "p", "memory://"))
         await server.sessions.start(f"s{number}")
     async with after_a_kill(server) as after:
@@ -102,10 +102,10 @@ async def test_the_wall_clock_orders_nothing_and_ends_nothing(tmp_path: Path, mo
     await server.sessions.close()
 
 
-# A disk that takes nothing. A database whose file is gone refuses every transaction.
+# Disks that fail. A database whose file is missing refuses every transaction.
 
 
-async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_path: Path, caplog) -> None:
+async def test_a_full_disk_delays_no_stop_and_refuses_creation(tmp_path: Path, caplog) -> None:
     server = Store(tmp_path)
     await server.sessions.create(NEW)
     await server.sessions.start("arm")
@@ -119,7 +119,7 @@ async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_
     assert server.stages() == {"arm": "stopped"}
     assert "lost if the server is killed" in server.sessions.get_warning()["warning"]
     assert caplog.text.count("is not written down") == 1
-    # It is tried again by itself, and nothing of it is lost.
+    # The write is repeated automatically and loses nothing.
     (tmp_path / "away").rename(file)
     server.sessions._journal._records._has_pending.set()
     await server.sessions._journal._records.flush()
@@ -130,7 +130,7 @@ async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_
     await server.sessions.close()
 
 
-async def test_a_hung_disk_delays_no_stop_and_no_answer(tmp_path: Path, monkeypatch) -> None:
+async def test_a_hanging_disk_delays_no_stop_and_no_answer(tmp_path: Path, monkeypatch) -> None:
     server = Store(tmp_path)
     await server.sessions.create(NEW)
     await server.sessions.start("arm")
@@ -154,7 +154,7 @@ async def test_a_hung_disk_delays_no_stop_and_no_answer(tmp_path: Path, monkeypa
     await server.sessions.close()
 
 
-async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_path: Path, pauses: Pauses) -> None:
+async def test_a_hanging_disk_delays_neither_holds_nor_the_shutdown(tmp_path: Path, pauses: Pauses) -> None:
     server = Store(tmp_path, frame_age_limit=30.0)
     for number in range(4):
         await server.sessions.create(NewSession(f"s{number}", "p", "memory://"))
@@ -174,7 +174,7 @@ async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_
     assert server.transport.existing == set()
 
 
-async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, caplog) -> None:
+async def test_the_number_of_stored_latches_is_limited(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("service.sessions.records.MAX_LATCHES", 2)
     records = records_in(tmp_path)
     for id in "abc":
@@ -184,14 +184,16 @@ async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, cap
     await records.close()
 
 
-async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(tmp_path: Path) -> None:
+async def test_the_api_lists_restarts_and_deletes_interrupted_sessions(tmp_path: Path) -> None:
     async with started(state=str(tmp_path)) as first:
         for name in ("arm", "leg"):
             assert (await first.create(name))[0] == 200
         await first.call("POST", "/sessions/arm/start")
     async with started(state=str(tmp_path)) as second:
         _, listed = await second.call("GET", "/sessions")
-        assert {one["session_id"]: one["status"] for one in listed} == dict.fromkeys(("arm", "leg"), "interrupted")
+        assert {session["session_id"]: session["status"] for session in listed} == dict.fromkeys(
+            ("arm", "leg"), "interrupted"
+        )
         assert listed[0]["error_message"] == "the server was shut down while it was running"
         _, health = await second.call("GET", "/health")
         assert (health["active_sessions"], health["interrupted_sessions"]) == (0, 2)
@@ -206,7 +208,7 @@ async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(tmp_
         assert (await second.call("GET", "/sessions/leg"))[0] == 404
 
 
-async def test_the_api_says_what_is_not_written_down(tmp_path: Path) -> None:
+async def test_the_api_warns_about_changes_that_are_not_stored(tmp_path: Path) -> None:
     async with started(state=str(tmp_path)) as server:
         await server.create("arm")
         file = tmp_path / "sessions.sqlite3"

@@ -1,4 +1,4 @@
-"""Sessions on a real loop, with scripted policies and a robot at the other end of a transport in memory."""
+"""Sessions on a real event loop, with scripted policies and a robot on a transport in memory."""
 
 import asyncio
 import gc
@@ -39,14 +39,14 @@ from tests.testing.waiting import until
 pytestmark = pytest.mark.timed
 
 NEW = NewSession("s", "policy", "memory://", rate=100)
-# A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
+# A plan of 4 s and old frames are allowed, so that a pause of the test machine causes no hold.
 LONG = replace(SO100_REQUIREMENTS, chunk=400)
 PATIENT = SessionSettings(control=ControlSettings(frame_age_limit=30.0))
 
 
 class Rig(SessionRig):
     async def running(self, new: NewSession = NEW) -> MemoryLink:  # type: ignore[override]
-        """The link of a session that moves its robot."""
+        """Start a session that moves its robot, and return its link."""
         await super().running(new)
         return self.link
 
@@ -69,7 +69,7 @@ async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get_live("s")
     control = session.robot_io.controller
-    # None is under way, which one counts already and the other not yet.
+    # Wait until no request is in flight, because the two counts include it at different times.
     await until(
         lambda: len(link.sent) > 60 and control.chunks > 1 and not control.scheduler.in_flight and control.hold is None
     )
@@ -93,7 +93,7 @@ async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     assert queue["link"]["commands_sent"] >= stats["commands_sent"]
 
 
-async def test_the_rate_is_the_requests_else_the_policys_else_the_default(rig: Rig) -> None:
+async def test_the_rate_comes_from_the_request_the_policy_or_the_default(rig: Rig) -> None:
     rig.policies |= dict.fromkeys("abcde", rig.policy)
 
     async def rate_of(name: str, rate: float | None) -> float:
@@ -107,7 +107,7 @@ async def test_the_rate_is_the_requests_else_the_policys_else_the_default(rig: R
     assert await rate_of("d", 50.0) == 50
     assert rig.sessions.get("d").status().stats["action_rate"] == 25
     rig.policy.requirements = replace(SO100_REQUIREMENTS, rate=1000.0)
-    assert await rate_of("e", None) == 200, "no faster than the server allows"
+    assert await rate_of("e", None) == 200, "the rate is limited by the server"
 
 
 async def test_a_deleted_session_holds_leaves_its_rooms_and_frees_its_id(rig: Rig) -> None:
@@ -122,7 +122,7 @@ async def test_a_deleted_session_holds_leaves_its_rooms_and_frees_its_id(rig: Ri
     assert (await rig.sessions.create(NEW)).stage is Stage.READY
 
 
-async def test_sessions_share_one_policy_and_are_driven_each_on_its_own(rig: Rig) -> None:
+async def test_sessions_share_one_policy_and_run_independently(rig: Rig) -> None:
     links = [await rig.running(replace(NEW, session_id=name)) for name in "abc"]
     assert rig.loader.loads == ["policy"]
     await rig.sessions.stop("b")
@@ -148,7 +148,7 @@ async def test_sessions_share_one_policy_and_are_driven_each_on_its_own(rig: Rig
         ({"rate": float("nan")}, ("body", "rate")),
     ],
 )
-async def test_requests_that_cannot_be_are_refused_with_their_place(rig: Rig, change: dict, loc: tuple) -> None:
+async def test_invalid_requests_are_refused_with_their_field(rig: Rig, change: dict, loc: tuple) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await rig.sessions.create(replace(NEW, **change))
     assert caught.value.loc == loc
@@ -169,7 +169,7 @@ async def test_requests_that_cannot_be_are_refused_with_their_place(rig: Rig, ch
         (Requirements("act", {"top": (4, 4)}, state=3, action=2), "lacks .*; .* state has 3 values"),
     ],
 )
-async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(rig, requirements, text) -> None:
+async def test_a_policy_that_does_not_fit_is_refused_before_rooms_exist(rig, requirements, text) -> None:
     rig.policy.requirements = requirements
     with pytest.raises(PolicyError, match=text):
         await rig.sessions.create(NEW)
@@ -180,17 +180,17 @@ async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(rig
     assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
-async def test_rooms_that_cannot_be_made_fail_the_create_and_leave_nothing(rig: Rig) -> None:
-    rig.transport.refuse = TransportError("nobody answers at memory://")
-    with pytest.raises(TransportError, match="nobody answers"):
+async def test_a_failed_creation_of_rooms_fails_the_session(rig: Rig) -> None:
+    rig.transport.refuse = TransportError("no server answers at memory://")
+    with pytest.raises(TransportError, match="no server answers"):
         await rig.sessions.create(NEW)
-    assert rig.sessions.get("s").status().error_message == "nobody answers at memory://"
+    assert rig.sessions.get("s").status().error_message == "no server answers at memory://"
     assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
-@pytest.mark.parametrize("where", ["loading", "joining"])
-async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str) -> None:
-    if where == "loading":
+@pytest.mark.parametrize("step", ["loading", "joining"])
+async def test_a_deletion_during_initialization_ends_the_session(rig: Rig, step: str) -> None:
+    if step == "loading":
         rig.loader.gate = threading.Event()
     else:
         rig.transport.gate = asyncio.Event()
@@ -207,7 +207,7 @@ async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str)
     await until(lambda: rig.sessions.engine.get_stats()["policies_loading"] == 0)
 
 
-async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() -> None:
+async def test_the_number_of_sessions_without_failed_ones_is_limited() -> None:
     async with rigged(SessionSettings(LimitSettings(max_sessions=2), max_failed=3)) as rig:
         rig.loader.failure = ConfigError("bad")
         for number in range(6):
@@ -221,12 +221,12 @@ async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() 
             await rig.sessions.create(replace(NEW, session_id="c"))
 
 
-@pytest.mark.parametrize("is_client_gone", [False, True])
-async def test_an_id_is_free_after_its_deletion_even_if_the_client_left(rig: Rig, is_client_gone: bool) -> None:
+@pytest.mark.parametrize("has_client_left", [False, True])
+async def test_an_id_is_free_after_its_deletion_even_if_the_client_left(rig: Rig, has_client_left: bool) -> None:
     await rig.running()
     deleting = asyncio.create_task(rig.sessions.delete("s"))
     await asyncio.sleep(0)
-    if is_client_gone:
+    if has_client_left:
         deleting.cancel()
     with pytest.raises(UnknownSession):
         rig.sessions.get("s")
@@ -238,7 +238,7 @@ async def test_an_id_is_free_after_its_deletion_even_if_the_client_left(rig: Rig
     assert (await rig.sessions.create(NEW)).stage is Stage.READY
 
 
-async def test_policies_with_other_joints_work_with_names_of_their_own(rig: Rig) -> None:
+async def test_policies_with_other_joints_use_their_own_names(rig: Rig) -> None:
     rig.policy.requirements = Requirements("act", {"top": (4, 4)}, state=14, action=14, chunk=10, action_steps=10)
     names = tuple(f"{side}_{number}" for side in ("left", "right") for number in range(7))
     await rig.sessions.create(replace(NEW, camera_names=("top",), joint_names=names))
@@ -304,7 +304,7 @@ async def test_a_lost_link_holds_reconnects_and_resumes_after_fresh_input(rig: R
     await until(lambda: len(link.sent) > sent + 5)
 
 
-async def test_frames_of_another_size_hold_while_they_are_compiled_for(rig: Rig) -> None:
+async def test_frames_of_another_size_hold_during_the_compilation(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get("s")
     rig.robots.pop().cancel()
@@ -326,7 +326,7 @@ async def test_frames_of_another_size_hold_while_they_are_compiled_for(rig: Rig)
     assert {"front": (96, 128)} in rig.policy.compiled
 
 
-async def test_the_first_frames_are_compiled_for_before_anybody_starts(rig: Rig) -> None:
+async def test_the_size_of_the_first_frames_is_compiled_before_the_start(rig: Rig) -> None:
     await rig.sessions.create(NEW)
     rig.robot(size=(96, 128))
     await until(lambda: {"front": (96, 128)} in rig.policy.compiled)
@@ -336,28 +336,28 @@ async def test_the_first_frames_are_compiled_for_before_anybody_starts(rig: Rig)
 
 
 @dataclass
-class Gated(ScriptedPolicy):
-    """Larger batches are compiled for as long as its gate is closed."""
+class GatedPolicy(ScriptedPolicy):
+    """Policy whose compilation of larger batches lasts until the gate opens."""
 
     gate: threading.Event = field(default_factory=threading.Event)
-    begun: threading.Event = field(default_factory=threading.Event)
+    started: threading.Event = field(default_factory=threading.Event)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         if batch > 1:
-            self.begun.set()
+            self.started.set()
             self.gate.wait(60)
         super().compile(batch, cameras)
 
 
 @asynccontextmanager
-async def started_beside_a_compile() -> AsyncIterator[tuple[Rig, Gated]]:
-    """A session that is started while a larger batch is being compiled, with a robot that sends."""
-    policy = Gated(LONG)
+async def started_during_a_compile() -> AsyncIterator[tuple[Rig, GatedPolicy]]:
+    """Start a session with a sending robot during the compilation of a larger batch."""
+    policy = GatedPolicy(LONG)
     try:
         async with rigged(PATIENT, batch_sizes=(1, 2, 4)) as rig:
             rig.policy = policy
             await rig.sessions.create(NEW)
-            await asyncio.to_thread(policy.begun.wait, 30)
+            await asyncio.to_thread(policy.started.wait, 30)
             rig.robot()
             await rig.sessions.start("s")
             await until(lambda: rig.sessions.get("s").status().stats["hold_code"] == "compiling")
@@ -371,23 +371,23 @@ def has_moved(rig: Rig) -> bool:
     return any(values != POSE for values in held(rig.transport.link, 0))
 
 
-async def test_a_compile_at_a_start_ends_and_no_other_one_begins() -> None:
-    async with started_beside_a_compile() as (rig, policy):
+async def test_a_compilation_during_a_start_ends_and_no_other_begins() -> None:
+    async with started_during_a_compile() as (rig, policy):
         session = rig.sessions.get("s")
         assert "waiting for a compilation" in str(session.status().stats["hold"])
         await asyncio.sleep(0.1)
-        assert not has_moved(rig), "it holds where it is"
+        assert not has_moved(rig), "the robot is held at its pose"
         policy.gate.set()
         await until(lambda: has_moved(rig))
         assert [size for size, _ in policy.batches] == [2]
-        await asyncio.sleep(0.6)  # longer than between two looks whether a robot runs
+        await asyncio.sleep(0.6)  # This is longer than the interval of the check for running robots.
         assert [size for size, _ in policy.batches] == [2]
         assert session.status().stats["holds"] == {"compiling": 1}
 
 
-async def test_a_compile_that_takes_too_long_is_not_waited_for(monkeypatch, caplog) -> None:
+async def test_a_compilation_that_takes_too_long_does_not_hold_the_robot(monkeypatch, caplog) -> None:
     monkeypatch.setattr("service.control.policy_runner.COMPILE_WAIT", 0.2)
-    async with started_beside_a_compile() as (rig, policy):
+    async with started_during_a_compile() as (rig, policy):
         await until(lambda: has_moved(rig))
         assert policy.batches == []
         assert "more than 0.2 s; the robot moves in parallel" in caplog.text
@@ -407,7 +407,7 @@ async def test_a_compile_reported_late_holds_no_moving_robot(rig: Rig) -> None:
 
 
 async def test_a_session_that_waits_for_a_compile_can_be_stopped() -> None:
-    async with started_beside_a_compile() as (rig, policy):
+    async with started_during_a_compile() as (rig, policy):
         await rig.sessions.stop("s")
         policy.gate.set()
         await asyncio.sleep(0.2)
@@ -425,7 +425,7 @@ async def test_a_compile_that_fails_is_an_error(rig: Rig) -> None:
     assert "cannot be compiled for 96x128 frames" in str(rig.sessions.get("s").status().error_message)
 
 
-async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
+async def test_a_session_without_input_times_out_and_can_be_restarted() -> None:
     async with rigged(SessionSettings(control=ControlSettings(input_timeout=1.0))) as rig:
         link = await rig.running()
         session = rig.sessions.get("s")
@@ -452,7 +452,7 @@ async def test_a_session_without_any_input_times_out_unless_stopped() -> None:
         assert rig.sessions.get("b").stage is Stage.STOPPED
 
 
-async def test_a_link_that_breaks_its_word_fails_its_session_only(rig: Rig) -> None:
+async def test_an_error_of_a_link_fails_only_its_session(rig: Rig) -> None:
     link = await rig.running()
     other = await rig.running(replace(NEW, session_id="other"))
 
@@ -475,7 +475,7 @@ async def test_an_emergency_stop_latches_until_reset_and_start(rig: Rig) -> None
     sent = len(link.sent)
     assert await rig.sessions.emergency_stop("button") == ["s"]
     assert session.stage is Stage.STOPPED
-    assert held(link, sent) == [POSE]  # before anything was awaited
+    assert held(link, sent) == [POSE], "the hold is sent before the first await"
     await until(lambda: session.robot_io.controller.is_idle)  # type: ignore[union-attr]
     assert held(link, sent) == [POSE] * 4
     assert session.status().error_message == "button"
@@ -527,7 +527,7 @@ async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms(pauses: Pa
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         for link, before in zip(links, sent, strict=True):
-            # A tick that was due at this very moment may have come before it.
+            # A tick may be due at the same time and come before the hold.
             assert POSE in held(link, before)[:2]
             assert held(link, before)[-1] == POSE
         assert pauses.running(started) < 0.1
@@ -571,8 +571,8 @@ async def test_closing_does_not_wait_for_a_hung_link_or_load(pauses: Pauses) -> 
         await until(lambda: hung.is_closed)
 
 
-async def test_many_lives_leave_nothing_behind(rig: Rig) -> None:
-    async def live(number: int) -> None:
+async def test_many_sessions_leave_no_task_thread_or_room(rig: Rig) -> None:
+    async def run_session(number: int) -> None:
         await rig.sessions.create(replace(NEW, session_id=f"s{number % 3}"))
         link = rig.transport.link
         link.deliver_joints(POSE)
@@ -581,10 +581,10 @@ async def test_many_lives_leave_nothing_behind(rig: Rig) -> None:
         await asyncio.sleep(0.012)
         await rig.sessions.delete(f"s{number % 3}")
 
-    await live(0)
+    await run_session(0)
     tasks, threads = len(asyncio.all_tasks()), threading.active_count()
     for number in range(30):
-        await live(number)
+        await run_session(number)
     await until(lambda: threading.active_count() <= threads)
     assert len(asyncio.all_tasks()) <= tasks
     assert rig.sessions.list() == []

@@ -1,4 +1,4 @@
-"""Random walks over everything that can be asked of sessions and happen to them, against a simple model."""
+"""Random walks over all requests to sessions and all events, compared with a simple model."""
 
 import asyncio
 import gc
@@ -29,18 +29,18 @@ from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
 
-SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk would only make it slower
+SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # A real disk only makes the test slower.
 IDS = st.sampled_from(["a", "b"])
-GOING = ("running", "reconnecting", "degraded")
-GONE = ("failed", "interrupted")
-# Each is a walk of 25 steps; ROBOJAX_WALKS=500 takes minutes.
+MOVING = ("running", "reconnecting", "degraded")
+NOT_LOADED = ("failed", "interrupted")
+# Number of walks with 25 steps each. ROBOJAX_WALKS=500 takes minutes.
 WALKS = int(os.environ.get("ROBOJAX_WALKS", "25"))
 
 
 class Walk(RuleBasedStateMachine):
-    """Two ids; each is absent, failed, interrupted, or a live session whose stage the model knows; and their latches.
+    """Two ids: each is absent, failed, interrupted, or a live session with a known stage and latch.
 
-    What is on the disk is all that a server finds which comes after a kill.
+    A server that starts after a kill finds only the state on the disk.
     """
 
     settings_ = SessionSettings(control=ControlSettings(rate=200, frame_age_limit=30), close_within=1.0)
@@ -56,7 +56,7 @@ class Walk(RuleBasedStateMachine):
         self.latched: set[str] = set()
         self.down: set[str] = set()
         self.links: dict[str, MemoryLink] = {}
-        self.in_rooms: set[str] = set()  # ids whose rooms exist
+        self.in_rooms: set[str] = set()  # Ids whose rooms exist.
 
     async def make(self) -> Sessions:
         return Sessions(
@@ -77,7 +77,7 @@ class Walk(RuleBasedStateMachine):
         shutil.rmtree(self.disk)
 
     @rule(in_order=st.booleans())
-    def the_server_ends_and_another_one_comes(self, in_order: bool) -> None:
+    def replace_server(self, in_order: bool) -> None:
         ended, self.disk = self.disk, Path(tempfile.mkdtemp(dir=SHARED))
         rooms = set(self.transport.existing)
         if not in_order:
@@ -86,7 +86,7 @@ class Walk(RuleBasedStateMachine):
         if in_order:
             self.copy(ended)
         else:
-            self.transport.existing = rooms  # nobody removed them
+            self.transport.existing = rooms  # The killed server has not removed its rooms.
         shutil.rmtree(ended)
         self.stages = {id: "interrupted" for id, stage in self.stages.items() if stage != "failed"}
         if in_order:
@@ -103,36 +103,36 @@ class Walk(RuleBasedStateMachine):
             self.runner.run(call)
         except error:
             return
-        raise AssertionError(f"it was not refused with {error.__name__}")
+        raise AssertionError(f"the request was not refused with {error.__name__}")
 
     @rule(id=IDS, fails=st.booleans())
     def create(self, id: str, fails: bool) -> None:
         call = self.sessions.create(NewSession(id, "p", "memory://"))
-        if self.stages.get(id, "failed") not in GONE:
+        if self.stages.get(id, "failed") not in NOT_LOADED:
             self.refused(call, SessionExists)
             return
         if fails and not self.links:
-            # Only the first session loads: the others share what it loaded.
+            # Only the first session loads the policy, and the others share it.
             self.loader.failure = ConfigError("bad")
             self.refused(call, PolicyError)
             self.loader.failure = None
-            self.stages.setdefault(id, "failed")  # one that was interrupted still is
+            self.stages.setdefault(id, "failed")  # An interrupted session stays interrupted.
             return
         self.runner.run(call)
-        self.joined(id)
+        self.note_joined(id)
 
-    def joined(self, id: str) -> None:
+    def note_joined(self, id: str) -> None:
         self.stages[id] = "stopped" if id in self.latched else "ready"
         self.links[id] = self.transport.link
         self.in_rooms.add(id)
         self.links[id].deliver_joints(POSE)
         self.links[id].deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
 
-    def going(self, id: str) -> str:
+    def moving_stage(self, id: str) -> str:
         return "reconnecting" if id in self.down else "running"
 
     def ask(self, id: str, call, is_allowed: bool) -> bool:
-        """Run a call; returns whether it is allowed for this id, and checks that it is refused otherwise."""
+        """Run a call that is allowed, or check that it is refused; return whether it is allowed."""
         if id in self.stages and is_allowed:
             self.runner.run(call)
             return True
@@ -143,20 +143,20 @@ class Walk(RuleBasedStateMachine):
     def start(self, id: str) -> None:
         is_allowed = self.stages.get(id) in ("ready", "stopped") and id not in self.latched
         if self.ask(id, self.sessions.start(id), is_allowed):
-            self.stages[id] = self.going(id)
+            self.stages[id] = self.moving_stage(id)
 
     @rule(id=IDS)
     def restart(self, id: str) -> None:
         stage = self.stages.get(id)
         if self.ask(id, self.sessions.restart(id), stage != "failed" and id not in self.latched):
             if stage == "interrupted":
-                self.joined(id)
+                self.note_joined(id)
             else:
-                self.stages[id] = self.going(id)
+                self.stages[id] = self.moving_stage(id)
 
     @rule(id=IDS)
     def stop(self, id: str) -> None:
-        if self.ask(id, self.sessions.stop(id), self.stages.get(id) not in (*GONE, "error")):
+        if self.ask(id, self.sessions.stop(id), self.stages.get(id) not in (*NOT_LOADED, "error")):
             self.stages[id] = "stopped"
 
     @rule(id=IDS)
@@ -178,12 +178,12 @@ class Walk(RuleBasedStateMachine):
             self.runner.run(self.sessions.emergency_stop("x", id))
         for stopped in list(self.stages) if id is None else [id]:
             self.latched.add(stopped)
-            if self.stages[stopped] not in (*GONE, "error"):
+            if self.stages[stopped] not in (*NOT_LOADED, "error"):
                 self.stages[stopped] = "stopped"
 
     @rule(id=IDS)
     def reset(self, id: str) -> None:
-        if self.ask(id, self.sessions.reset(id), self.stages.get(id) not in GOING):
+        if self.ask(id, self.sessions.reset(id), self.stages.get(id) not in MOVING):
             self.latched.discard(id)
 
     @precondition(lambda self: self.links)
@@ -198,23 +198,23 @@ class Walk(RuleBasedStateMachine):
         else:
             self.links[id].go_down()
             self.down.add(id)
-        # One that is blind stays so when its link was there all the time.
-        if self.stages[id] in GOING and (self.stages[id] != "degraded" or not up):
-            self.stages[id] = self.going(id)
+        # A blind session stays degraded if its link was up all the time.
+        if self.stages[id] in MOVING and (self.stages[id] != "degraded" or not up):
+            self.stages[id] = self.moving_stage(id)
 
     @rule(id=IDS, is_blind=st.booleans())
-    def sight(self, id: str, is_blind: bool) -> None:
+    def set_blind(self, id: str, is_blind: bool) -> None:
         if id not in self.links:
             return
         session = self.sessions.get_live(id)
         move, reason = (Move.BLINDED, "it sees nothing") if is_blind else (Move.RECOVERED, None)
         session._apply_event(ControlEvent(move, reason))
-        seen = {("running", True): "degraded", ("degraded", False): "running"}
-        self.stages[id] = seen.get((self.stages[id], is_blind), self.stages[id])
+        stages = {("running", True): "degraded", ("degraded", False): "running"}
+        self.stages[id] = stages.get((self.stages[id], is_blind), self.stages[id])
 
     @precondition(lambda self: any(stage == "running" for stage in self.stages.values()))
     @rule()
-    def the_policy_fails_until_all_running_sessions_are_errors(self) -> None:
+    def fail_policy(self) -> None:
         running = [id for id, stage in self.stages.items() if stage == "running"]
         robot_io = self.sessions.get(running[0]).robot_io
         policy = robot_io.runner.loaded.policy
@@ -236,22 +236,22 @@ class Walk(RuleBasedStateMachine):
         assert {session.id for session in self.sessions.list() if session.is_latched} == self.latched & set(expected)
 
     @invariant()
-    def rooms_exist_for_living_sessions_and_those_that_can_be_brought_back(self) -> None:
-        # Rooms of what was deleted or replaced after a kill go in the background.
+    def rooms_exist_for_live_and_restorable_sessions(self) -> None:
+        # Rooms of sessions that are deleted or replaced after a kill are removed in the background.
         self.runner.run(until(lambda: len(self.transport.existing) == 3 * len(self.in_rooms)))
 
     @invariant()
-    def only_sound_commands_were_sent(self) -> None:
+    def only_valid_commands_were_sent(self) -> None:
         for link in self.links.values():
             for sent in link.sent[-5:]:
                 assert all(-100 <= value <= 100 for value in sent.values.values())
 
     @invariant()
-    def what_does_not_go_falls_silent(self) -> None:
+    def idle_sessions_send_no_commands(self) -> None:
         for id, link in self.links.items():
             robot_io = self.sessions.get_live(id).robot_io
             assert robot_io is not None
-            if self.stages[id] not in GOING and robot_io.controller.is_idle:
+            if self.stages[id] not in MOVING and robot_io.controller.is_idle:
                 sent = len(link.sent)
                 self.runner.run(asyncio.sleep(0))
                 assert len(link.sent) == sent

@@ -13,7 +13,7 @@ def at(stage: Stage, *, is_loaded: bool = True) -> Lifecycle:
 
 @pytest.mark.parametrize("stage", Stage)
 @pytest.mark.parametrize("move", Move)
-def test_every_move_goes_where_the_table_says_or_is_refused(stage: Stage, move: Move) -> None:
+def test_every_move_follows_the_table_or_is_refused(stage: Stage, move: Move) -> None:
     life = at(stage)
     if (stage, move) in TRANSITIONS:
         assert life.move(move) is TRANSITIONS[stage, move]
@@ -24,13 +24,13 @@ def test_every_move_goes_where_the_table_says_or_is_refused(stage: Stage, move: 
 
 
 @pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.DELETED])
-def test_anything_can_be_deleted_and_nothing_leads_back(stage: Stage) -> None:
+def test_every_stage_can_be_deleted_and_deleted_is_final(stage: Stage) -> None:
     assert at(stage).move(Move.DELETE) is Stage.DELETED
-    assert {to for (where, _), to in TRANSITIONS.items() if where is Stage.DELETED} == {Stage.DELETED}
+    assert {to for (start, _), to in TRANSITIONS.items() if start is Stage.DELETED} == {Stage.DELETED}
 
 
 @pytest.mark.parametrize("stage", Stage)
-def test_an_emergency_stop_leaves_no_stage_running(stage: Stage) -> None:
+def test_an_emergency_stop_ends_motion_in_every_stage(stage: Stage) -> None:
     life = at(stage)
     life.move(Move.EMERGENCY_STOP, "smoke")
     assert life.latch == "smoke"
@@ -82,7 +82,7 @@ def test_only_reset_and_start_leave_a_stop_even_while_loading() -> None:
         life.move(Move.START)
 
 
-def test_the_first_reason_of_a_stop_and_of_an_error_stay() -> None:
+def test_the_first_reason_of_a_stop_or_error_is_kept() -> None:
     life = at(Stage.RUNNING)
     life.move(Move.EMERGENCY_STOP, "first")
     life.move(Move.EMERGENCY_STOP, "second")
@@ -95,7 +95,7 @@ def test_the_first_reason_of_a_stop_and_of_an_error_stay() -> None:
 
 
 def test_every_stage_is_reachable_and_every_move_is_used() -> None:
-    # A session begins in the one, and is found in the other after its process was killed.
+    # A session begins as INITIALIZING, and is found as INTERRUPTED after its server was killed.
     assert set(Stage) - {Stage.INITIALIZING, Stage.INTERRUPTED} <= set(TRANSITIONS.values())
     assert {move for _, move in TRANSITIONS} == set(Move)
     assert set(REQUESTABLE) < set(Move)

@@ -17,46 +17,47 @@ from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(np.full((height, width, 3), 200, np.uint8)).save(held, form)
-    return held.getvalue()
+    file = io.BytesIO()
+    Image.fromarray(np.full((height, width, 3), 200, np.uint8)).save(file, form)
+    return file.getvalue()
 
 
 async def test_a_direct_session_has_no_rooms(serve):
     async with serve(create=False) as server:
-        told = await server.create()
-        assert told["camera_room_ids"] == {}
-        assert told["joint_input_room_id"] == told["joint_output_room_id"] == ""
+        answer = await server.create()
+        assert answer["camera_room_ids"] == {}
+        assert answer["joint_input_room_id"] == answer["joint_output_room_id"] == ""
         assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
-        assert (await server.act(server.seen()))[0] == 404
+        assert (await server.act(server.observe()))[0] == 404
 
 
-async def test_a_chunk_comes_back_for_an_observation(server):
-    told = await server.acted(server.seen(number=7))
-    assert (told["number"], told["actions"].shape, told["action_steps"], told["clamped"]) == (7, (20, 6), 20, [])
-    np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
-    assert set(told["timings_ms"]) == {"decode", "queue", "to_device", "compute", "to_host", "total"}
+async def test_an_act_answers_an_observation_with_a_chunk(server):
+    answer = await server.acted(server.observe(number=7))
+    assert (answer["number"], answer["action_steps"], answer["clamped"]) == (7, 20, [])
+    assert answer["actions"].shape == (20, 6)
+    np.testing.assert_allclose(answer["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+    assert set(answer["timings_ms"]) == {"decode", "queue", "to_device", "compute", "to_host", "total"}
     stats = (await server.call("GET", "/sessions/arm"))[1]["stats"]
     assert stats["inference_count"] == 0 or stats["images_received"] == {"front": 1}
 
 
-async def test_json_has_pictures_in_base64_and_joints_by_any_of_their_names(server):
+async def test_json_has_base64_images_and_joints_by_any_name(server):
     names = ("shoulder_pan", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "gripper")
     state = dict(zip(names, server.pose, strict=True))
     for form in ("JPEG", "PNG"):
         body = {"images": {"front": base64.b64encode(jpeg(form=form)).decode()}, "state": state}
-        status, told = await server.call("POST", "/sessions/arm/act", json=body)
-        assert status == 200, told
-        assert np.allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-4)
-        seen = server.seen(images={"front": jpeg(form=form)})
-        status, told = await server.act(seen, headers={"accept": "application/json"})
-        assert (status, len(told["actions"])) == (200, 20)
+        status, answer = await server.call("POST", "/sessions/arm/act", json=body)
+        assert status == 200, answer
+        assert np.allclose(answer["actions"][0], np.add(server.pose, 0.1), atol=1e-4)
+        observation = server.observe(images={"front": jpeg(form=form)})
+        status, answer = await server.act(observation, headers={"accept": "application/json"})
+        assert (status, len(answer["actions"])) == (200, 20)
 
 
 LEROBOT = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 
 
-async def test_a_state_has_joints_by_any_of_their_names(server):
+async def test_a_state_may_use_any_names_of_the_joints(server):
     named = dict(zip(LEROBOT, server.pose, strict=True))
     for state in (
         named,
@@ -64,12 +65,12 @@ async def test_a_state_has_joints_by_any_of_their_names(server):
         {f"main_{name}": value for name, value in named.items()},
         named | {f"{name}.pos": value for name, value in named.items()},
     ):
-        told = await server.acted(server.seen(state=state, reset=True))
-        np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+        answer = await server.acted(server.observe(state=state, reset=True))
+        np.testing.assert_allclose(answer["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
 
 
 MORE = {f"{name}.vel": 0.5 for name in LEROBOT} | {"timestamp": 1e9, "gripper.eff": float("nan"), "note": "x"}
-WRONG_STATES = [
+INVALID_STATES = [
     ({"timestamp": 1.0}, [], "state has unknown names: 'timestamp'; send"),
     ({"shoulder_pan.vel": 1.0}, ["elbow_flex"], "state has unknown names: 'shoulder_pan.vel'; send"),
     ({}, ["elbow_flex", "gripper"], "state lacks Elbow, Jaw;"),
@@ -82,37 +83,37 @@ WRONG_STATES = [
 ]
 
 
-async def test_an_error_about_a_state_names_exactly_what_is_wrong(server):
+async def test_an_error_about_a_state_names_only_the_invalid_joints(server):
     named = dict(zip(LEROBOT, server.pose, strict=True))
-    for more, left_out, said in WRONG_STATES:
+    for more, left_out, message in INVALID_STATES:
         state = {name: value for name, value in (named | more).items() if name not in left_out}
-        status, told = await server.act(server.seen(state=state))
-        text = told["detail"][0]["msg"].partition("wanted cameras")[0]
+        status, answer = await server.act(server.observe(state=state))
+        text = answer["detail"][0]["msg"].partition("wanted cameras")[0]
         assert status == 422
-        assert said in text
-        assert "shoulder_lift" not in text.replace("shoulder_lift.vel", ""), "a right name is not accused"
+        assert message in text
+        assert "shoulder_lift" not in text.replace("shoulder_lift.vel", ""), "a valid name is not in the error"
 
 
-async def test_extra_names_are_ignored_where_the_client_says_so(server):
+async def test_extra_names_are_ignored_on_request_of_the_client(server):
     state = dict(zip(LEROBOT, server.pose, strict=True)) | MORE
-    told = await server.acted(server.seen(state=state, extra="ignore"))
-    np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+    answer = await server.acted(server.observe(state=state, extra="ignore"))
+    np.testing.assert_allclose(answer["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
     del state["gripper"]
-    assert "state lacks Jaw" in str(await server.act(server.seen(state=state, extra="ignore")))
+    assert "state lacks Jaw" in str(await server.act(server.observe(state=state, extra="ignore")))
     for bad in ("drop", True, np.zeros(2)):
-        assert "extra: got" in str(await server.act(server.seen(extra=bad)))
+        assert "extra: got" in str(await server.act(server.observe(extra=bad)))
 
 
-async def test_an_unknown_field_of_an_act_is_refused_with_the_nearest_name(server):
+async def test_an_unknown_field_is_refused_with_the_nearest_name(server):
     for field, near in (("exectued", "executed"), ("resett", "reset"), ("image", "images"), ("promt", "prompt")):
-        status, told = await server.act(server.seen(**{field: 1}))
-        assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
-        assert f"did you mean {near!r}?" in told["detail"][0]["msg"]
+        status, answer = await server.act(server.observe(**{field: 1}))
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", field])
+        assert f"did you mean {near!r}?" in answer["detail"][0]["msg"]
     assert server.policy.acted == 0
 
 
 def wide(action: int, **more: Any) -> Requirements:
-    """A policy whose state has eight values, as LIBERO's."""
+    """Return the requirements of a policy whose state has eight values, as in LIBERO."""
     return Requirements("act", {"front": (48, 64)}, 8, None, action, 5, 5, **more)
 
 
@@ -120,103 +121,103 @@ def wide(action: int, **more: Any) -> Requirements:
 async def test_a_policy_with_a_wider_state_is_served_without_rooms(serve, action):
     state = np.arange(8, dtype=np.float32)
     async with serve(policy=ScriptedPolicy(wide(action))) as server:
-        status, told = await server.act(server.seen(state=state))
-        assert (status, told["actions"].shape, told["clamped"]) == (200, (5, action), [])
-        np.testing.assert_allclose(told["actions"][0], state[:action] + 0.1, atol=1e-5)
-        assert told["joint_names"] == [f"action_{number + 1}" for number in range(action)]
+        status, answer = await server.act(server.observe(state=state))
+        assert (status, answer["actions"].shape, answer["clamped"]) == (200, (5, action), [])
+        np.testing.assert_allclose(answer["actions"][0], state[:action] + 0.1, atol=1e-5)
+        assert answer["joint_names"] == [f"action_{number + 1}" for number in range(action)]
         named = {f"state_{number + 1}": float(value) for number, value in enumerate(state)}
-        status, told = await server.act(server.seen(state=named, want="action", reset=True))
-        np.testing.assert_allclose(told["action"], state[:action] + 0.1, atol=1e-5)
-        assert "wanted 8 numbers" in str(await server.act(server.seen(state=state[:action])))
+        status, answer = await server.act(server.observe(state=named, want="action", reset=True))
+        np.testing.assert_allclose(answer["action"], state[:action] + 0.1, atol=1e-5)
+        assert "wanted 8 numbers" in str(await server.act(server.observe(state=state[:action])))
         async with server.client() as client:
-            assert (await client.hear("welcome"))["joint_names"] == [f"action_{n + 1}" for n in range(action)]
-            await client.say("act", **server.seen(state=state))
-            assert (await client.hear("chunk"))["actions"].shape == (5, action)
-        # A pushed policy is tried with as many numbers as the state has.
+            assert (await client.receive("welcome"))["joint_names"] == [f"action_{n + 1}" for n in range(action)]
+            await client.send("act", **server.observe(state=state))
+            assert (await client.receive("chunk"))["actions"].shape == (5, action)
+        # A trial of a pushed policy uses the width of the state.
         robot_io = server.app.ctx.sessions.get("arm").robot_io
         assert _grey_observation(robot_io, robot_io.runner.loaded)["observation.state"].shape == (1, 8)
-        # The server's own loop could not limit its motion.
-        status, told = await server.call("POST", "/sessions/arm/start")
-        assert (status, told["code"]) == (409, "move_refused")
-        assert f"actions ({action} values)" in told["detail"]
-        assert "state (8 values)" in told["detail"]
+        # The control loop of the server could not limit the motion.
+        status, answer = await server.call("POST", "/sessions/arm/start")
+        assert (status, answer["code"]) == (409, "move_refused")
+        assert f"actions ({action} values)" in answer["detail"]
+        assert "state (8 values)" in answer["detail"]
         assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"
 
 
 async def test_a_policy_with_a_wider_state_has_no_rooms_and_no_step_limit(serve):
     async with serve(policy=ScriptedPolicy(wide(7, joint_names=tuple("abcdefg"))), create=False) as server:
-        status, told = await rig.Server.create(server, "rooms")
-        assert (status, told["detail"][0]["loc"]) == (422, ["body", "policy_path"])
-        assert "its state has 8 values and its actions 7" in told["detail"][0]["msg"]
-        assert '"transport_server_url": "direct"' in told["detail"][0]["msg"]
-        status, told = await rig.Server.create(server, transport_server_url="direct", max_relative_target=1.0)
-        assert (status, told["detail"][0]["loc"]) == (422, ["body", "max_relative_target"])
+        status, answer = await rig.Server.create(server, "rooms")
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", "policy_path"])
+        assert "its state has 8 values and its actions 7" in answer["detail"][0]["msg"]
+        assert '"transport_server_url": "direct"' in answer["detail"][0]["msg"]
+        status, answer = await rig.Server.create(server, transport_server_url="direct", max_relative_target=1.0)
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", "max_relative_target"])
         await server.create("named")
-        status, told = await server.act(server.seen(state=np.zeros(8, np.float32)), "named")
-        assert told["joint_names"] == [*"abcdefg"]
+        status, answer = await server.act(server.observe(state=np.zeros(8, np.float32)), "named")
+        assert answer["joint_names"] == [*"abcdefg"]
 
 
-async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
+async def test_single_actions_are_taken_from_one_chunk_until_its_end(serve):
     needs = replace(SO100_REQUIREMENTS, chunk=4, action_steps=2)
     async with serve(policy=ScriptedPolicy(needs)) as server:
-        left = [(await server.acted(server.seen(want="action")))["left"] for _ in range(4)]
+        left = [(await server.acted(server.observe(want="action")))["left"] for _ in range(4)]
         assert left == [1, 0, 1, 0]
         assert server.policy.acted == 2
-        told = (await server.act(server.seen(want="action", reset=True)))[1]
-        assert (told["left"], server.policy.acted) == (1, 3)
+        answer = (await server.act(server.observe(want="action", reset=True)))[1]
+        assert (answer["left"], server.policy.acted) == (1, 3)
 
 
-async def test_single_actions_go_on_after_a_failure_from_where_the_arm_is(serve):
+async def test_single_actions_after_a_failure_begin_at_the_pose(serve):
     needs = replace(SO100_REQUIREMENTS, chunk=2, action_steps=2)
     async with serve(policy=ScriptedPolicy(needs, step=5.0), max_relative_target=1.0) as server:
         for _ in range(2):
-            assert (await server.act(server.seen(want="action")))[0] == 200
+            assert (await server.act(server.observe(want="action")))[0] == 200
         server.policy.failures.append(ValueError("broken"))
-        assert (await server.act(server.seen(want="action")))[0] == 500
-        told = (await server.act(server.seen(want="action")))[1]
-        np.testing.assert_allclose(told["action"], np.add(server.pose, 1.0), atol=1e-4)
+        assert (await server.act(server.observe(want="action")))[0] == 500
+        answer = (await server.act(server.observe(want="action")))[1]
+        np.testing.assert_allclose(answer["action"], np.add(server.pose, 1.0), atol=1e-4)
 
 
-async def test_an_action_from_before_a_pause_is_never_given_out(server):
-    assert (await server.act(server.seen(want="action")))[0] == 200
+async def test_an_action_from_before_a_pause_is_never_returned(server):
+    assert (await server.act(server.observe(want="action")))[0] == 200
     ((_, client),) = server.app.ctx.stream_clients._inferences.items()
     moved = np.add(server.pose, -7.0).astype(np.float32)
 
-    async def told() -> np.ndarray:
-        return (await server.act(server.seen(want="action", state=moved)))[1]["action"]
+    async def next_action() -> np.ndarray:
+        return (await server.act(server.observe(want="action", state=moved)))[1]["action"]
 
     client._action_at -= 2.1
-    np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
-    np.testing.assert_allclose(await told(), moved + 0.2, atol=1e-4)
+    np.testing.assert_allclose(await next_action(), moved + 0.1, atol=1e-4)
+    np.testing.assert_allclose(await next_action(), moved + 0.2, atol=1e-4)
     client.session.robot_io.controller.ticks += 1
-    np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
+    np.testing.assert_allclose(await next_action(), moved + 0.1, atol=1e-4)
 
 
-async def test_what_was_done_of_a_chunk_may_be_said_again(serve):
+async def test_executed_may_be_sent_again_after_a_failure(serve):
     async with serve(policy=ScriptedPolicy(step=5.0), max_relative_target=1.0) as server:
-        assert (await server.act(server.seen()))[0] == 200
+        assert (await server.act(server.observe()))[0] == 200
         server.policy.failures.append(ValueError("broken"))
-        assert (await server.act(server.seen(executed=4)))[0] == 500
+        assert (await server.act(server.observe(executed=4)))[0] == 500
         moved = np.array(server.pose, np.float32) + 1.0
-        told = (await server.act(server.seen(state=moved, executed=5)))[1]
-        # The policy wants 6, from the fifth action on.
-        np.testing.assert_allclose(told["actions"][:2, 0], [6, 7], atol=1e-4)
+        answer = (await server.act(server.observe(state=moved, executed=5)))[1]
+        # The policy returns 6. The chunk continues from the fifth action.
+        np.testing.assert_allclose(answer["actions"][:2, 0], [6, 7], atol=1e-4)
 
 
 async def test_a_chunk_is_limited_from_the_pose_or_executed_actions(serve):
     async with serve(policy=ScriptedPolicy(step=5.0), max_relative_target=1.0) as server:
-        told = (await server.act(server.seen()))[1]
-        assert "seam" in told["clamped"]
-        np.testing.assert_allclose(told["actions"][:3, 0], [1, 2, 3], atol=1e-4)
+        answer = (await server.act(server.observe()))[1]
+        assert "seam" in answer["clamped"]
+        np.testing.assert_allclose(answer["actions"][:3, 0], [1, 2, 3], atol=1e-4)
         moved = np.array(server.pose, np.float32) + 1.0
-        told = (await server.act(server.seen(state=moved, executed=10)))[1]
-        # The arm lags behind and the policy wants 6: its motion goes there from the tenth action, not from the pose.
-        np.testing.assert_allclose(told["actions"][:2, 0], [9, 10], atol=1e-4)
-        assert (await server.act(server.seen(executed=21)))[0] == 422
+        answer = (await server.act(server.observe(state=moved, executed=10)))[1]
+        # The arm lags behind and the policy returns 6. The motion continues from the tenth action, not from the pose.
+        np.testing.assert_allclose(answer["actions"][:2, 0], [9, 10], atol=1e-4)
+        assert (await server.act(server.observe(executed=21)))[0] == 422
 
 
 async def test_a_policy_gets_joints_outside_their_range_as_measured(serve):
-    class Noting(ScriptedPolicy):
+    class RecordingPolicy(ScriptedPolicy):
         def act(self, observation):
             states.append(observation["observation.state"][0].tolist())
             return super().act(observation)
@@ -224,11 +225,11 @@ async def test_a_policy_gets_joints_outside_their_range_as_measured(serve):
     states = []
     pose = [-115.0, 103.0, 0.0, 0.0, 0.0, -3.0]
     named = dict(zip(("Rotation", "shoulder_lift", "Elbow", "Wrist_Pitch", "Wrist_Roll", "gripper"), pose, strict=True))
-    async with serve(policy=Noting()) as server:
+    async with serve(policy=RecordingPolicy()) as server:
         for state in (pose, named):
-            told = await server.acted(server.seen(state=state))
-            assert "warnings" not in told
-            np.testing.assert_allclose(told["actions"][0], [-100, 100, 0.1, 0.1, 0.1, 0], atol=1e-5)
+            answer = await server.acted(server.observe(state=state))
+            assert "warnings" not in answer
+            np.testing.assert_allclose(answer["actions"][0], [-100, 100, 0.1, 0.1, 0.1, 0], atol=1e-5)
         async with server.stream("/sessions/arm/openpi") as socket:
             await socket.recv()
             for _ in range(2):
@@ -236,28 +237,28 @@ async def test_a_policy_gets_joints_outside_their_range_as_measured(serve):
                 await socket.send(codec.pack_openpi({"observation/image": image, "state": np.array(pose, np.float32)}))
                 await socket.recv()
         assert states == 4 * [pose]
-        told = (await server.act(server.seen(state=[-121.0, *pose[1:]])))[1]
-        assert told["warnings"] == ["joint Rotation is far outside of its range; does the robot use another unit?"]
+        answer = (await server.act(server.observe(state=[-121.0, *pose[1:]])))[1]
+        assert answer["warnings"] == ["joint Rotation is far outside of its range; does the robot use another unit?"]
 
 
-async def test_a_chunk_that_cannot_be_done_is_never_told(server):
+async def test_an_invalid_chunk_is_never_returned(server):
     for bad in (np.nan, np.inf, 1e30):
         server.policy.failures.append(np.full((1, 20, 6), bad, np.float32))
-        status, told = await server.act(server.seen())
-        assert (status, told["code"]) == (500, "policy_failed")
-        assert "actions" not in told
-    assert (await server.act(server.seen()))[0] == 200
+        status, answer = await server.act(server.observe())
+        assert (status, answer["code"]) == (500, "policy_failed")
+        assert "actions" not in answer
+    assert (await server.act(server.observe()))[0] == 200
 
 
-async def test_everything_that_is_wrong_is_said_at_once(server):
-    status, told = await server.act({"images": {"side": b""}, "prompt": 3})
+async def test_one_error_names_all_faults_of_an_observation(server):
+    status, answer = await server.act({"images": {"side": b""}, "prompt": 3})
     assert status == 422
     for part in ("camera 'side' is unknown", "no picture of camera 'front'", "state is missing", "prompt"):
-        assert part in told["detail"][0]["msg"]
+        assert part in answer["detail"][0]["msg"]
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ({"images": {"front": np.zeros((48, 64, 1), np.uint8)}}, "1 channel, wanted 3: RGB"),
         ({"images": {"front": np.zeros((3, 48, 64), np.uint8)}}, "move the channels to the end"),
@@ -272,13 +273,13 @@ async def test_everything_that_is_wrong_is_said_at_once(server):
         ({"state": np.zeros((0, 6), np.float32)}, "float32 [0, 6]; wanted 6 numbers"),
     ],
 )
-async def test_refused_arrays_are_described(server, more, words):
-    status, answer = await server.act(server.seen(**more))
+async def test_refused_arrays_are_described(server, more, message):
+    status, answer = await server.act(server.observe(**more))
     assert status == 422
-    assert words in answer["detail"][0]["msg"]
+    assert message in answer["detail"][0]["msg"]
     async with server.client() as client:
-        await client.say("act", **server.seen(**more))
-        assert words in (await client.hear("error"))["detail"]
+        await client.send("act", **server.observe(**more))
+        assert message in (await client.receive("error"))["detail"]
 
 
 NAN = np.array([0, 0, 0, 0, 0, np.nan], np.float32)
@@ -306,94 +307,94 @@ UNUSABLE = [
 ]
 
 
-async def test_what_cannot_be_used_is_refused_without_a_traceback(server):
+async def test_unusable_input_is_refused_without_a_traceback(server):
     for more, status in UNUSABLE:
-        found, told = await server.act(server.seen(**more))
-        assert found == status, (more, told)
-        assert "Traceback" not in str(told)
+        found, answer = await server.act(server.observe(**more))
+        assert found == status, (more, answer)
+        assert "Traceback" not in str(answer)
     assert server.policy.acted == 0
 
 
-async def test_a_depth_picture_is_refused_in_every_form(server):
-    held = io.BytesIO()
-    Image.fromarray(np.linspace(300, 4000, 48 * 64).reshape(48, 64).astype(np.uint16)).save(held, "PNG")
-    text = base64.b64encode(held.getvalue()).decode()
-    answers = [await server.act(server.seen(images={"front": held.getvalue()}))]
-    for picture in (text, f"data:image/png;base64,{text}"):
-        body = {"images": {"front": picture}, "state": list(server.pose)}
+async def test_a_depth_image_is_refused_in_every_form(server):
+    file = io.BytesIO()
+    Image.fromarray(np.linspace(300, 4000, 48 * 64).reshape(48, 64).astype(np.uint16)).save(file, "PNG")
+    text = base64.b64encode(file.getvalue()).decode()
+    answers = [await server.act(server.observe(images={"front": file.getvalue()}))]
+    for image in (text, f"data:image/png;base64,{text}"):
+        body = {"images": {"front": image}, "state": list(server.pose)}
         answers.append(await server.call("POST", "/sessions/arm/act", json=body))
-    for status, told in answers:
+    for status, answer in answers:
         assert status == 422
-        assert "camera 'front': a 16-bit gray picture (a depth picture?)" in str(told["detail"])
-        assert "wanted 8-bit RGB or gray" in str(told["detail"])
+        assert "camera 'front': a 16-bit gray picture (a depth picture?)" in str(answer["detail"])
+        assert "wanted 8-bit RGB or gray" in str(answer["detail"])
     assert server.policy.acted == 0
 
 
-async def test_a_turned_picture_is_the_upright_one(server):
-    upright, held = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3), io.BytesIO()
+async def test_a_rotated_image_is_turned_upright(server):
+    upright, file = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3), io.BytesIO()
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
-    Image.fromarray(np.rot90(upright)).save(held, "PNG", exif=exif)
-    assert (await server.act(server.seen(images={"front": held.getvalue()})))[0] == 200
+    exif[0x0112] = 6  # This orientation means a rotation by 90 degrees clockwise.
+    Image.fromarray(np.rot90(upright)).save(file, "PNG", exif=exif)
+    assert (await server.act(server.observe(images={"front": file.getvalue()})))[0] == 200
     inputs, _ = server.app.ctx.sessions.get("arm").robot_io.runner.recent[-1]
     np.testing.assert_array_equal(inputs["observation.images.front"][0], upright)
 
 
-async def test_bodies_are_held_to_forms_and_sizes(server):
+async def test_bodies_of_other_forms_or_sizes_are_refused(server):
     assert (await server.act(b"\xc1"))[0] == 422
     assert (await server.act(b"\x90"))[0] == 422
-    assert (await server.act(server.seen(), headers={"content-type": "text/plain"}))[0] == 415
-    assert (await server.act(server.seen(), headers={"accept": "text/html"}))[0] == 406
+    assert (await server.act(server.observe(), headers={"content-type": "text/plain"}))[0] == 415
+    assert (await server.act(server.observe(), headers={"accept": "text/html"}))[0] == 406
     assert (await server.act(io.BytesIO(bytes(17 << 20))))[0] == 413
 
 
 async def test_a_stop_ends_acts_until_the_client_sends_a_reset(server):
-    assert (await server.act(server.seen()))[0] == 200
+    assert (await server.act(server.observe()))[0] == 200
     assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
     for want in ("chunk", "action"):
-        status, told = await server.act(server.seen(want=want))
-        assert (status, told["code"]) == (409, "move_refused")
-        assert '"reset": true' in told["detail"]
-    assert (await server.act(server.seen(reset=True)))[0] == 200
-    assert (await server.act(server.seen(executed=1)))[0] == 200
+        status, answer = await server.act(server.observe(want=want))
+        assert (status, answer["code"]) == (409, "move_refused")
+        assert '"reset": true' in answer["detail"]
+    assert (await server.act(server.observe(reset=True)))[0] == 200
+    assert (await server.act(server.observe(executed=1)))[0] == 200
 
 
 @pytest.mark.parametrize(("is_refused", "status"), [(True, 409), (False, 200)])
 async def test_a_client_refused_during_the_loop_needs_a_reset(server, is_refused, status):
     if is_refused:
         assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
-        assert "its own control loop" in (await server.act(server.seen()))[1]["detail"]
+        assert "its own control loop" in (await server.act(server.observe()))[1]["detail"]
     assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
-    assert (await server.act(server.seen()))[0] == status
+    assert (await server.act(server.observe()))[0] == status
 
 
 async def test_a_latch_holds_against_a_client_reset(server):
-    assert (await server.act(server.seen()))[0] == 200
+    assert (await server.act(server.observe()))[0] == 200
     assert (await server.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
-    status, told = await server.act(server.seen(reset=True))
+    status, answer = await server.act(server.observe(reset=True))
     assert status == 409
-    assert "/debug/sessions/arm/reset" in told["detail"]
+    assert "/debug/sessions/arm/reset" in answer["detail"]
     assert (await server.call("POST", "/debug/sessions/arm/reset"))[0] == 200
-    assert (await server.act(server.seen()))[0] == 409
-    assert (await server.act(server.seen(reset=True)))[0] == 200
+    assert (await server.act(server.observe()))[0] == 409
+    assert (await server.act(server.observe(reset=True)))[0] == 200
 
 
-async def test_a_stop_while_the_policy_thinks_keeps_its_answer_back(server):
+async def test_a_stop_during_an_inference_withholds_the_answer(server):
     gate = threading.Event()
     server.policy.failures.append(gate)
-    asked = asyncio.create_task(server.act(server.seen()))
-    while not server.policy.acted:  # noqa: ASYNC110, it acts in a thread
+    request = asyncio.create_task(server.act(server.observe()))
+    while not server.policy.acted:  # noqa: ASYNC110, the policy runs in a thread
         await asyncio.sleep(0.005)
     await server.call("POST", "/sessions/arm/emergency_stop")
     gate.set()
-    assert (await asked)[0] == 409
+    assert (await request)[0] == 409
 
 
-async def test_acts_need_a_direct_session_that_is_no_dry_run(server):
+async def test_acts_need_a_direct_session_without_a_dry_run(server):
     await server.create("dry", dry_run=True)
-    assert "dry run" in (await server.act(server.seen(), "dry"))[1]["detail"]
+    assert "dry run" in (await server.act(server.observe(), "dry"))[1]["detail"]
     await server.create("rooms", transport_server_url="http://rooms.example")
-    assert "through rooms" in (await server.act(server.seen(), "rooms"))[1]["detail"]
+    assert "through rooms" in (await server.act(server.observe(), "rooms"))[1]["detail"]
 
 
 async def test_a_direct_session_outlives_its_server(serve, tmp_path):
@@ -402,9 +403,9 @@ async def test_a_direct_session_outlives_its_server(serve, tmp_path):
     async with serve(state=str(tmp_path), create=False) as server:
         status = (await server.call("GET", "/sessions/arm"))[1]
         assert (status["status"], status["rooms"]["camera_room_ids"]) == ("interrupted", {})
-        assert (await server.act(server.seen()))[0] == 409
+        assert (await server.act(server.observe()))[0] == 409
         assert (await server.call("POST", "/sessions/arm/restart"))[0] == 200
-        assert (await server.act(server.seen()))[0] == 200
+        assert (await server.act(server.observe()))[0] == 200
 
 
 LEARNED = replace(
@@ -417,55 +418,55 @@ TICKS = np.full(6, 2048, np.float32)
 
 
 async def test_no_client_gets_actions_for_a_state_in_another_unit(serve):
-    words = "joint 'Rotation' is at 2048, the checkpoint's statistics are min -33, max 37"
+    message = "joint 'Rotation' is at 2048, the checkpoint's statistics are min -33, max 37"
     async with serve(policy=ScriptedPolicy(LEARNED)) as server:
         for want in ("chunk", "action"):
-            status, answer = await server.act(server.seen(state=TICKS, want=want))
+            status, answer = await server.act(server.observe(state=TICKS, want=want))
             assert status == 422
-            assert (answer["detail"][0]["loc"], words in answer["detail"][0]["msg"]) == (["body", "state"], True)
+            assert (answer["detail"][0]["loc"], message in answer["detail"][0]["msg"]) == (["body", "state"], True)
         named = dict.fromkeys(("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"), 2048.0)
         body = {"images": {"front": base64.b64encode(jpeg()).decode()}, "state": named}
         assert (await server.call("POST", "/sessions/arm/act", json=body))[0] == 422
-        # A plan from before is not given out, either.
-        assert (await server.act(server.seen(want="action")))[0] == 200
-        assert (await server.act(server.seen(state=TICKS, want="action")))[0] == 422
+        # Actions of an earlier plan are not returned either.
+        assert (await server.act(server.observe(want="action")))[0] == 200
+        assert (await server.act(server.observe(state=TICKS, want="action")))[0] == 422
         assert server.policy.acted == 1
         async with server.client() as client:
-            await client.say("act", **server.seen(state=TICKS))
-            error = await client.hear("error")
-            assert (error["code"], words in error["detail"]) == ("joints_units", True)
+            await client.send("act", **server.observe(state=TICKS))
+            error = await client.receive("error")
+            assert (error["code"], message in error["detail"]) == ("joints_units", True)
         async with server.stream("/sessions/arm/openpi") as socket:
             await socket.recv()
-            await socket.send(codec.pack_openpi({"image": server.seen()["images"]["front"], "state": TICKS}))
+            await socket.send(codec.pack_openpi({"image": server.observe()["images"]["front"], "state": TICKS}))
             assert str(await socket.recv()).startswith("joints_units: the state is far outside")
 
 
 async def test_a_client_whose_units_are_accepted_gets_actions(serve):
-    # Joints without a range, in which the guard would refuse ticks.
+    # Joints without a range, because the guard would refuse servo ticks outside of a range.
     names = tuple(f"joint_{number}" for number in range(6))
     async with serve(policy=ScriptedPolicy(replace(LEARNED, joint_names=names)), create=False) as server:
         await server.create(accept_units=True)
-        assert (await server.act(server.seen(state=TICKS)))[0] == 200
+        assert (await server.act(server.observe(state=TICKS)))[0] == 200
         status, answer = await server.call("PATCH", "/sessions/arm", json={"accept_units": False})
         assert (status, answer["accept_units"]) == (200, False)
-        assert (await server.act(server.seen(state=TICKS)))[0] == 422
+        assert (await server.act(server.observe(state=TICKS)))[0] == 422
         await server.call("PATCH", "/sessions/arm", json={"accept_units": True})
-        assert (await server.act(server.seen(state=TICKS)))[0] == 200
+        assert (await server.act(server.observe(state=TICKS)))[0] == 200
 
 
 async def test_a_state_that_may_be_in_radians_is_answered_with_a_warning(serve):
     async with serve(policy=ScriptedPolicy(LEARNED)) as server:
-        answer = await server.acted(server.seen(state=np.zeros(6, np.float32)))
+        answer = await server.acted(server.observe(state=np.zeros(6, np.float32)))
         [warning] = answer["warnings"]
         assert "as in radians: joint 'Wrist_Pitch' is at 0, the checkpoint's statistics are min 59, max 100" in warning
-        status, answer = await server.act(server.seen(state=np.array([0, -40, 40, 80, 0, 20], np.float32)))
+        status, answer = await server.act(server.observe(state=np.array([0, -40, 40, 80, 0, 20], np.float32)))
         assert (status, answer.get("warnings")) == (200, None)
         stats = (await server.call("GET", "/sessions/arm"))[1]["stats"]
         assert stats["watch"]["units"] == "checked"
 
 
-async def test_every_moment_of_a_window_is_compared_with_the_statistics(serve):
+async def test_every_observation_of_a_window_is_compared_with_statistics(serve):
     async with serve(policy=ScriptedPolicy(replace(LEARNED, observation_steps=2))) as server:
-        pictures = np.full((2, 48, 64, 3), 7, np.uint8)
+        images = np.full((2, 48, 64, 3), 7, np.uint8)
         states = np.stack([TICKS, np.array(server.pose, np.float32)])
-        assert (await server.act(server.seen(images={"front": pictures}, state=states)))[0] == 422
+        assert (await server.act(server.observe(images={"front": images}, state=states)))[0] == 422

@@ -1,4 +1,4 @@
-"""What is to be done comes with an observation, by any of its names, and is the session's from then on."""
+"""Instructions with an observation: accepted names, and their effect on the session."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +19,7 @@ READS = replace(SO100_REQUIREMENTS, language=True)
 
 
 @pytest.fixture
-async def reading(serve):
+async def server(serve):
     async with serve(policy=ScriptedPolicy(READS, unreadable="gibberish"), create=False) as server:
         await server.create(language_instruction="wait")
         yield server
@@ -29,11 +29,11 @@ def instruction_of(server) -> str | None:
     return server.app.ctx.sessions.get("arm").new.language_instruction
 
 
-async def test_an_act_says_what_is_to_be_done_and_the_next_one_need_not(reading):
+async def test_the_instruction_of_an_act_stays_for_later_acts(server):
     for message in ({}, {"prompt": "lift"}, {"language_instruction": "turn"}, {"task": "wave"}, {}, {"prompt": " "}):
-        await reading.acted(reading.seen(**message))
-    assert reading.policy.told == [("wait",), ("lift",), ("turn",), ("wave",), ("wave",), ("wave",)]
-    assert instruction_of(reading) == "wave"
+        await server.acted(server.observe(**message))
+    assert server.policy.told == [("wait",), ("lift",), ("turn",), ("wave",), ("wave",), ("wave",)]
+    assert instruction_of(server) == "wave"
 
 
 LONG = "go " * (MAX_WORDS + 3)
@@ -53,19 +53,19 @@ async def test_a_long_instruction_is_reported_in_answers_and_the_status(serve, c
     async with serve(policy=policy, create=False) as server:
         await server.create(language_instruction=LONG, **({} if cut == "task" else {"prompt_cut": cut}))
         assert CUTS[cut] in (await stats_of(server))["warnings"]["instruction_cut"]
-        answer = await server.acted(server.seen())
+        answer = await server.acted(server.observe())
         assert any(CUTS[cut] in warning for warning in answer["warnings"])
         async with server.client() as client:
-            await client.say("act", **server.seen())
-            assert any(CUTS[cut] in warning for warning in (await client.hear("chunk"))["warnings"])
-        assert "warnings" not in (await server.act(server.seen(prompt="lift")))[1]
+            await client.send("act", **server.observe())
+            assert any(CUTS[cut] in warning for warning in (await client.receive("chunk"))["warnings"])
+        assert "warnings" not in (await server.act(server.observe(prompt="lift")))[1]
         assert (await stats_of(server))["warnings"] == {}
         status, _ = await server.call("PATCH", "/sessions/arm", json={"language_instruction": LONG})
         assert status == 200
         stats = await stats_of(server)
         assert CUTS[cut] in stats["warnings"]["instruction_cut"]
         assert stats["instruction_tokens_cut"] == 3
-    # `None` is an observation without the field: the policy's default.
+    # `None` means an observation without the field, which is the default of the policy.
     assert set(policy.cuts) == ({"task", None} if cut == "task" else {cut})
 
 
@@ -74,11 +74,11 @@ async def test_a_policy_without_joints_in_its_prompt_gets_no_cut(serve):
     async with serve(policy=policy, create=False) as server:
         await server.create(language_instruction=LONG, prompt_cut="lerobot")
         assert "the last 3 tokens are cut off" in (await stats_of(server))["warnings"]["instruction_cut"]
-        assert (await server.act(server.seen()))[0] == 200  # It refuses features that it does not read.
+        # The policy refuses features that it does not read.
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "text"),
     [
         ({"prompt": "gibberish"}, "is no instruction"),
         ({"prompt": "lift", "task": "drop"}, "prompt and task differ"),
@@ -86,26 +86,26 @@ async def test_a_policy_without_joints_in_its_prompt_gets_no_cut(serve):
         ({"task": "a\nb\x00"}, "task has the control character"),
     ],
 )
-async def test_what_is_no_instruction_is_refused_and_nothing_changes(reading, message, said: str):
-    status, told = await reading.act(reading.seen(**message))
+async def test_an_invalid_instruction_is_refused_and_changes_nothing(server, message, text: str):
+    status, answer = await server.act(server.observe(**message))
     assert status == 422
-    assert said in str(told)
-    assert (reading.policy.told, instruction_of(reading)) == ([], "wait")
-    assert (await reading.act(reading.seen()))[0] == 200, "and the client goes on"
+    assert text in str(answer)
+    assert (server.policy.told, instruction_of(server)) == ([], "wait")
+    assert (await server.act(server.observe()))[0] == 200, "later acts are accepted"
 
 
-async def test_http_and_the_python_client_change_the_instruction(reading):
-    status, told = await reading.call("PATCH", "/sessions/arm", json={"language_instruction": "drop it"})
-    assert (status, told["language_instruction"]) == (200, "drop it")
-    status, told = await reading.call("PATCH", "/sessions/arm", json={"language_instruction": "gibberish"})
-    assert (status, told["detail"][0]["loc"]) == (422, ["body", "language_instruction"])
-    await reading.act(reading.seen())
-    async with AsyncClient(reading.url) as client:
-        told = await client.session("arm").patch(language_instruction="turn")
-        assert told["language_instruction"] == "turn"
-        seen = reading.seen()
-        await client.session("arm").act(seen["images"], seen["state"], prompt="lift")
-    assert reading.policy.told == [("drop it",), ("lift",)]
+async def test_http_and_the_python_client_change_the_instruction(server):
+    status, answer = await server.call("PATCH", "/sessions/arm", json={"language_instruction": "drop it"})
+    assert (status, answer["language_instruction"]) == (200, "drop it")
+    status, answer = await server.call("PATCH", "/sessions/arm", json={"language_instruction": "gibberish"})
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", "language_instruction"])
+    await server.act(server.observe())
+    async with AsyncClient(server.url) as client:
+        answer = await client.session("arm").patch(language_instruction="turn")
+        assert answer["language_instruction"] == "turn"
+        observation = server.observe()
+        await client.session("arm").act(observation["images"], observation["state"], prompt="lift")
+    assert server.policy.told == [("drop it",), ("lift",)]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -115,8 +115,8 @@ async def test_a_new_instruction_ends_the_plan_of_single_actions(serve, steps):
         await server.create(language_instruction="wait")
 
         async def act(**more) -> tuple[float, int]:
-            told = await server.acted(server.seen(want="action", **more))
-            return round(float(told["action"][0]), 2), told["left"]
+            answer = await server.acted(server.observe(want="action", **more))
+            return round(float(answer["action"][0]), 2), answer["left"]
 
         assert [await act(), await act(prompt="wait"), await act(task="wait")] == [(0.1, 19), (0.2, 18), (0.3, 17)]
         assert [await act(prompt="lift"), await act(), await act(prompt="lift")] == [(0.1, 19), (0.2, 18), (0.3, 17)]
@@ -127,58 +127,59 @@ async def test_a_new_instruction_ends_the_plan_of_single_actions(serve, steps):
         assert await act() == (0.3, 17)
         async with server.client() as client:
             for prompt, left in (("turn", 19), ("turn", 18), ("wave", 19)):
-                await client.say("act", **server.seen(want="action", prompt=prompt))
-                assert (await client.hear("action"))["left"] == left
+                await client.send("act", **server.observe(want="action", prompt=prompt))
+                assert (await client.receive("action"))["left"] == left
         assert server.policy.told == [("wait",), ("lift",), ("turn",), ("turn",), ("wave",)]
 
 
-async def test_a_policy_without_language_keeps_its_plan_at_a_new_prompt(server):
-    for left, prompt in ((19, "lift"), (18, "drop")):
-        assert (await server.act(server.seen(want="action", prompt=prompt)))[1]["left"] == left
+async def test_a_policy_without_language_keeps_its_plan_at_a_new_prompt(serve):
+    async with serve() as server:
+        for left, prompt in ((19, "lift"), (18, "drop")):
+            assert (await server.act(server.observe(want="action", prompt=prompt)))[1]["left"] == left
 
 
 async def test_a_new_instruction_begins_at_the_pose_and_keeps_the_grip(serve):
     async with serve(policy=ScriptedPolicy(READS, step=5.0), max_relative_target=1.0, create=False) as server:
         await server.create(language_instruction="wait")
         for _ in range(4):
-            assert (await server.act(server.seen(want="action")))[0] == 200
-        told = (await server.act(server.seen(want="action", prompt="lift")))[1]
-        # The arm did not follow its four actions: only the jaw goes on from the last one.
-        np.testing.assert_allclose(told["action"], np.add(server.pose, [1, 1, 1, 1, 1, 5]), atol=1e-4)
+            assert (await server.act(server.observe(want="action")))[0] == 200
+        answer = (await server.act(server.observe(want="action", prompt="lift")))[1]
+        # The arm has not followed its four actions, so only the jaw continues from the last action.
+        np.testing.assert_allclose(answer["action"], np.add(server.pose, [1, 1, 1, 1, 1, 5]), atol=1e-4)
 
 
-async def test_the_stream_tells_the_control_loop(reading):
-    async with reading.client() as client:
-        assert (await client.hear("welcome"))["reads_prompt"] is True
-        await reading.call("POST", "/sessions/arm/start")
-        await client.say("observation", **reading.seen(language_instruction="lift"))
-        await client.hear("command")
-        assert set(reading.policy.told) == {("lift",)}
-        assert instruction_of(reading) == "lift"
-        asked = len(reading.policy.told)
-        await reading.call("PATCH", "/sessions/arm", json={"action_steps": 20, "ask_ahead": 0.0})
-        await client.say("observation", **reading.seen(prompt="turn"))
+async def test_an_instruction_on_the_stream_reaches_the_control_loop(server):
+    async with server.client() as client:
+        assert (await client.receive("welcome"))["reads_prompt"] is True
+        await server.call("POST", "/sessions/arm/start")
+        await client.send("observation", **server.observe(language_instruction="lift"))
+        await client.receive("command")
+        assert set(server.policy.told) == {("lift",)}
+        assert instruction_of(server) == "lift"
+        before = len(server.policy.told)
+        await server.call("PATCH", "/sessions/arm", json={"action_steps": 20, "ask_ahead": 0.0})
+        await client.send("observation", **server.observe(prompt="turn"))
         left = 0
-        while ("turn",) not in reading.policy.told:
-            left = left or reading.app.ctx.sessions.get("arm").robot_io.controller.queue.left
+        while ("turn",) not in server.policy.told:
+            left = left or server.app.ctx.sessions.get("arm").robot_io.controller.queue.left
             await client.socket.recv()
-        assert left > 5, "the old plan was far from its end"
-        assert reading.policy.told[asked:] == [("turn",)]
+        assert left > 5, "the old plan is far from its end"
+        assert server.policy.told[before:] == [("turn",)]
 
 
-async def test_openpis_client_is_told_that_its_prompt_is_read(reading):
-    async with reading.stream("/sessions/arm/openpi") as socket:
+async def test_the_metadata_for_openpi_states_that_the_prompt_is_read(server):
+    async with server.stream("/sessions/arm/openpi") as socket:
         assert codec.unpack(await socket.recv())["reads_prompt"] is True
-        image, state = np.zeros((48, 64, 3), np.uint8), np.array(reading.pose)
+        image, state = np.zeros((48, 64, 3), np.uint8), np.array(server.pose)
         await socket.send(codec.pack_openpi({"observation/image": image, "state": state, "prompt": "lift"}))
         assert codec.unpack(await socket.recv())["actions"].shape == (20, 6)
         await socket.send(codec.pack_openpi({"observation/image": image, "state": state, "prompt": "gibberish"}))
         assert "is no instruction" in str(await socket.recv())
-    assert reading.policy.told == [("lift",)]
+    assert server.policy.told == [("lift",)]
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_an_instruction_that_no_policy_reads_gives_a_warning(serve, reads: bool):
+async def test_an_instruction_that_no_policy_reads_causes_a_warning(serve, reads: bool):
     async with serve(policy=ScriptedPolicy(READS if reads else SO100_REQUIREMENTS), create=False) as server:
         created = await server.create(language_instruction="lift")
         assert set(created) == {"workspace_id", "camera_room_ids", "joint_input_room_id", "joint_output_room_id"}
@@ -197,7 +198,7 @@ async def test_an_instruction_that_no_policy_reads_gives_a_warning(serve, reads:
         assert ("warning: the policy reads no language" in found.stderr) is not reads
 
 
-async def test_a_command_that_is_refused_names_the_command_that_helps(serve):
+async def test_a_refused_command_names_the_command_to_use(serve):
     async with serve() as server:
 
         def run(command, *arguments: str):
@@ -211,8 +212,8 @@ async def test_a_command_that_is_refused_names_the_command_that_helps(serve):
             refused = await asyncio.to_thread(run, command, "arm")
             assert refused.exit_code == 4
             assert "POST /debug/sessions/arm/reset" in refused.stderr
-            helps = f"robojax reset arm --server {server.url}, then robojax start arm --server {server.url}"
-            assert helps in " ".join(refused.stderr.split())
+            remedy = f"robojax reset arm --server {server.url}, then robojax start arm --server {server.url}"
+            assert remedy in " ".join(refused.stderr.split())
         assert (await asyncio.to_thread(run, sessions.reset, "arm")).exit_code == 0
         assert (await asyncio.to_thread(run, sessions.start, "arm")).exit_code == 0
         refused = await asyncio.to_thread(run, sessions.start, "arm")
@@ -220,13 +221,13 @@ async def test_a_command_that_is_refused_names_the_command_that_helps(serve):
 
 
 @pytest.mark.parametrize("has_cameras", [True, False])
-async def test_a_direct_session_that_only_answers_acts_never_times_out(serve, has_cameras: bool):
+async def test_a_direct_session_with_only_acts_never_times_out(serve, has_cameras: bool):
     cameras = {} if has_cameras else {"cameras": {}}
     policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, **cameras))
     async with serve(policy=policy, input_timeout=0.2, create=False) as server:
         await server.create(**({} if has_cameras else {"camera_names": []}))
-        seen = server.seen() if has_cameras else server.seen(images={})
+        observation = server.observe() if has_cameras else server.observe(images={})
         for _ in range(2):
-            assert (await server.act(seen))[0] == 200
+            assert (await server.act(observation))[0] == 200
             await asyncio.sleep(0.5)
             assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"

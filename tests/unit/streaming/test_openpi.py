@@ -41,11 +41,11 @@ STATE = np.array([0.0, 10.0, -20.0, 30.0, 0.0, 50.0])
 
 async def infer(client, **observation):
     await client.send(codec.pack_openpi(observation))
-    told = await client.recv()
-    return told if isinstance(told, str) else codec.unpack(told)
+    answer = await client.recv()
+    return answer if isinstance(answer, str) else codec.unpack(answer)
 
 
-NAMED = [
+OBSERVATIONS = [
     {"observation/image": IMAGE, "observation/state": STATE, "prompt": "lift"},
     {"observation.images.front": IMAGE, "observation.state": STATE, "unknown": 1.0},
     {"images": {"front": np.ascontiguousarray(IMAGE.transpose(2, 0, 1))}, "state": STATE},
@@ -53,10 +53,10 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("is_own_port", [False, True])
-async def test_a_client_that_connects_while_the_policy_loads_waits_for_metadata(serve, is_own_port):
+@pytest.mark.parametrize("uses_openpi_port", [False, True])
+async def test_a_client_that_connects_during_a_load_waits_for_metadata(serve, uses_openpi_port):
     async with serve(create=False) as server, server.loading():
-        address = server.openpi if is_own_port else server.stream("/sessions/arm/openpi").uri
+        address = server.openpi if uses_openpi_port else server.stream("/sessions/arm/openpi").uri
         async with websockets.connect(address) as socket:
             receiving = asyncio.create_task(socket.recv())
             await socket.send(codec.pack_openpi({"observation/image": IMAGE, "observation/state": STATE}))
@@ -70,7 +70,7 @@ async def test_a_client_that_connects_while_the_policy_loads_waits_for_metadata(
 
 
 @pytest.mark.parametrize("how", ["failed", "deleted", "left"])
-async def test_a_client_that_waits_in_vain_is_closed_with_the_reason(serve, how):
+async def test_a_client_that_waits_for_a_failed_load_gets_the_reason(serve, how):
     async with serve(create=False) as server:
         server.load.failure = JaxModelsError("the weights are torn") if how == "failed" else None
         async with server.loading(), server.stream("/sessions/arm/openpi") as socket:
@@ -88,11 +88,11 @@ async def test_a_client_that_waits_in_vain_is_closed_with_the_reason(serve, how)
                 async with asyncio.timeout(30):
                     await socket.recv()
             assert closed.value.rcvd.code == 1011
-            said = {"failed": "policy: .*the weights are torn", "deleted": "unknown_session: .*was deleted"}
-            assert re.search(said[how], closed.value.rcvd.reason)
+            reasons = {"failed": "policy: .*the weights are torn", "deleted": "unknown_session: .*was deleted"}
+            assert re.search(reasons[how], closed.value.rcvd.reason)
 
 
-async def test_the_port_of_its_own_prefers_a_loaded_session_to_one_that_loads(serve):
+async def test_the_openpi_port_prefers_a_loaded_session(serve):
     async with serve(create=False) as server:
         await server.create("ready")
         server.load.loads.clear()
@@ -100,14 +100,14 @@ async def test_the_port_of_its_own_prefers_a_loaded_session_to_one_that_loads(se
             assert codec.unpack(await socket.recv())["session_id"] == "ready"
 
 
-async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(server):
-    for named in NAMED:
+async def test_observations_by_names_of_openpi_clients_are_read(server):
+    for observation in OBSERVATIONS:
         async with server.stream("/sessions/arm/openpi") as socket:
             metadata = codec.unpack(await socket.recv())
             assert (metadata["action_steps"], metadata["cameras"]) == (20, {"front": [48, 64]})
-            first = await infer(socket, **named)
-            again = await infer(socket, **named)
-        np.testing.assert_allclose(first["actions"][0], STATE + 0.1, atol=1e-5, err_msg=str(list(named)))
+            first = await infer(socket, **observation)
+            again = await infer(socket, **observation)
+        np.testing.assert_allclose(first["actions"][0], STATE + 0.1, atol=1e-5, err_msg=str(list(observation)))
         assert set(first["server_timing"]) == {"infer_ms"}
         assert set(again["server_timing"]) == {"infer_ms", "prev_total_ms"}
         assert again["policy_timing"]["infer_ms"] >= 0
@@ -121,8 +121,8 @@ DROID = {
     "observation/wrist_image_left": WIDE,
     "observation/joint_position": JOINTS,
 }
-# Cameras of the policy, widths of its state and actions, whether these are targets of joints, what openpi's examples
-# send, and the state that this is.
+# Cameras of the policy; width of the state, width of the actions, and whether actions are joint targets; the message of
+# openpi's examples; and the resulting state.
 ROBOTS = {
     "droid": (
         ("exterior_image_1_left", "wrist_image_left"),
@@ -142,7 +142,7 @@ ROBOTS = {
         {"observation/image": WIDE, "observation/wrist_image": WIDE, "observation/state": np.arange(8.0)},
         [*range(7)],
     ),
-    "droid by openpi's own names": (
+    "droid with openpi's camera names": (
         ("base_0_rgb", "left_wrist_0_rgb"),
         (8, 8, True),
         DROID | {"observation/gripper_position": np.float64(0.25)},
@@ -153,7 +153,7 @@ ROBOTS = {
 
 @pytest.mark.parametrize("robot", ROBOTS)
 async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serve):
-    cameras, (state, action, controls_joints), sent, seen = ROBOTS[robot]
+    cameras, (state, action, controls_joints), message, expected = ROBOTS[robot]
     requirements = Requirements(
         "pi05",
         cameras=dict.fromkeys(cameras, (48, 64)),
@@ -172,14 +172,16 @@ async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serv
             metadata = codec.unpack(await socket.recv())
             assert metadata["reset_pose"] == [0.5]
             assert metadata["joint_names"] == [f"action_{number + 1}" for number in range(action)]
-            answer = await infer(socket, prompt="fold the towel", **sent)
-            np.testing.assert_allclose(answer["actions"], np.array(seen) + 0.1 * np.arange(1, 6)[:, None], rtol=1e-5)
+            answer = await infer(socket, prompt="fold the towel", **message)
+            np.testing.assert_allclose(
+                answer["actions"], np.array(expected) + 0.1 * np.arange(1, 6)[:, None], rtol=1e-5
+            )
             assert answer["clamped"] == []
         assert server.policy.told[-1] == ("fold the towel",)
-        for missing in (name for name in sent if name != "images"):
+        for missing in (name for name in message if name != "images"):
             async with server.stream("/sessions/arm/openpi") as socket:
                 await socket.recv()
-                text = await infer(socket, **{name: value for name, value in sent.items() if name != missing})
+                text = await infer(socket, **{name: value for name, value in message.items() if name != missing})
                 assert isinstance(text, str)
                 assert missing in text
         status, _ = await server.call("POST", "/sessions/arm/start")
@@ -204,13 +206,13 @@ REFUSED = [
 ]
 
 
-async def test_an_error_is_text_without_a_traceback_and_the_end(server):
-    for observation, told in REFUSED:
+async def test_an_error_is_text_without_a_traceback_and_closes_the_socket(server):
+    for observation, message in REFUSED:
         async with server.stream("/sessions/arm/openpi") as socket:
             await socket.recv()
             answer = await infer(socket, **observation)
             assert isinstance(answer, str)
-            assert told in answer
+            assert message in answer
             assert "Traceback" not in answer
             await socket.wait_closed()
             assert socket.close_code == 1011
@@ -238,7 +240,7 @@ async def test_the_openpi_port_serves_the_only_direct_session_of_a_key(serve, tm
         ) as socket:
             await socket.recv()
             assert (await infer(socket, image=IMAGE, state=STATE))["actions"].shape == (20, 6)
-            # Parts, pings in between, and one more at a time than is read at once.
+            # Send fragments, a ping, and more messages than one read accepts.
             body = codec.pack_openpi({"image": IMAGE, "state": STATE})
             await socket.send([body[:50], body[50:5000], body[5000:]])
             await (await socket.ping())
@@ -250,7 +252,7 @@ async def test_the_openpi_port_serves_the_only_direct_session_of_a_key(serve, tm
         await refused(409, key)
 
 
-async def test_frames_of_no_websocket_end_the_connection(server):
+async def test_invalid_websocket_frames_end_the_connection(server):
     head = (
         b"GET /sessions/arm/openpi HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
@@ -266,25 +268,25 @@ async def test_frames_of_no_websocket_end_the_connection(server):
         writer.write(head)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(frame)
-        told = await asyncio.wait_for(reader.read(), 30)
-        assert struct.pack(">H", code) in told
+        answer = await asyncio.wait_for(reader.read(), 30)
+        assert struct.pack(">H", code) in answer
         writer.close()
 
 
 @pytest.mark.needs_peers
 def test_openpi_client_picks_up_a_cube():
     require_peers("openpi-client")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = str(held.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     serve = [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(SimulatedArm()) as arm:
         try:
             url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
             new = {"session_id": "arm", "policy_path": "robojax/sim/policy", "transport_server_url": "direct"}
             body = json.dumps(new).encode()
-            asked = urllib.request.Request(f"{url}/sessions", body, {"content-type": "application/json"})
-            urllib.request.urlopen(asked, timeout=60).close()
+            request = urllib.request.Request(f"{url}/sessions", body, {"content-type": "application/json"})
+            urllib.request.urlopen(request, timeout=60).close()
             relay = [OPENPI_PYTHON, str(ROOT / "benchmarks" / "openpi_peer.py"), "relay", "127.0.0.1", port]
             with subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
                 assert play(arm, client)
@@ -310,67 +312,67 @@ def play(arm, client) -> bool:
     return arm.is_lifted
 
 
-async def test_the_end_of_the_openpi_port_holds_all_robots_first():
+async def test_closing_the_openpi_port_holds_all_robots_first():
     async with started(policy_owners=("policies",)) as server:
         app = server.app
         await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
-        async with AsyncExitStack() as beside:
-            url = await beside.enter_async_context(serve_app(create_openpi_app(app), listen("127.0.0.1", 0)))
-            # A client that says nothing, not even that it heard the end.
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(serve_app(create_openpi_app(app), listen("127.0.0.1", 0)))
+            # This client sends nothing and does not acknowledge the close.
             async with websockets.connect(url.replace("http", "ws"), close_timeout=0.1) as socket:
                 await socket.recv()
                 socket.transport.pause_reading()
-                ending = asyncio.create_task(beside.aclose())
+                ending = asyncio.create_task(stack.aclose())
                 await until(lambda: app.ctx.sessions.is_closing, within=30.0)
                 await ending
 
 
-WANTED = ObservationSpec(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
+SPEC = ObservationSpec(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
 
 
-def picture(value: int) -> np.ndarray:
+def make_image(value: int) -> np.ndarray:
     return np.full((2, 2, 3), value, np.uint8)
 
 
 @pytest.mark.parametrize(
     ("message", "value"),
     [
-        ({"observation/image": picture(0), "state": np.zeros(1)}, 0),
-        # The exact name is preferred to the usual one.
-        ({"observation/image": picture(9), "state": np.zeros(1), "observation.images.front": picture(2)}, 2),
-        ({"images": {"front": picture(3)}, "state": np.zeros(1), "prompt": "lift"}, 3),
+        ({"observation/image": make_image(0), "state": np.zeros(1)}, 0),
+        # The exact name is preferred to the usual name.
+        ({"observation/image": make_image(9), "state": np.zeros(1), "observation.images.front": make_image(2)}, 2),
+        ({"images": {"front": make_image(3)}, "state": np.zeros(1), "prompt": "lift"}, 3),
     ],
 )
 def test_a_camera_is_found_by_its_usual_names(message: dict, value: int) -> None:
-    renamed = rename_keys(message, WANTED)
+    renamed = rename_keys(message, SPEC)
     assert renamed["images"]["front"][0, 0, 0] == value
     assert renamed.get("prompt") == message.get("prompt")
 
 
 def read(message: dict) -> ClientObservation:
-    return read_openpi_observation(memoryview(bytearray(codec.pack_openpi(message))), WANTED)
+    return read_openpi_observation(memoryview(bytearray(codec.pack_openpi(message))), SPEC)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        {"image": picture(7), "state": np.full(1, 0.5)},
-        {"image": picture(7), "state": np.full(1, 0.5, ">f4"), "prompt": "lift"},
-        {"image": picture(7)[None], "state": np.full((1, 1), 0.5)},
+        {"image": make_image(7), "state": np.full(1, 0.5)},
+        {"image": make_image(7), "state": np.full(1, 0.5, ">f4"), "prompt": "lift"},
+        {"image": make_image(7)[None], "state": np.full((1, 1), 0.5)},
         {"image": np.full((3, 2, 2), 7, np.uint8), "state": [0.5]},
-        {"image": picture(7), "wrist": np.zeros((2, 2, 3), np.uint8), "state": np.full(1, 0.5, np.float16)},
+        {"image": make_image(7), "wrist": np.zeros((2, 2, 3), np.uint8), "state": np.full(1, 0.5, np.float16)},
     ],
 )
 def test_every_form_of_an_observation_is_read(message: dict) -> None:
     found = read(message)
-    np.testing.assert_array_equal(found.frames["front"], picture(7))
+    np.testing.assert_array_equal(found.frames["front"], make_image(7))
     assert (found.joints, found.prompt, found.files) == ({"shoulder": 0.5}, message.get("prompt"), {})
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"image": {"front": picture(0)}}, "no picture"),
+        ({"image": {"front": make_image(0)}}, "no picture"),
         ({"image": "x"}, "wanted an array"),
         ({"state": np.full(1, np.nan)}, "finite"),
         ({"state": np.full(1, -1e300)}, "finite"),
@@ -381,7 +383,7 @@ def test_every_form_of_an_observation_is_read(message: dict) -> None:
 )
 def test_unusable_observations_are_refused(fields: dict, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        read({"image": picture(0), "state": np.zeros(1)} | fields)
+        read({"image": make_image(0), "state": np.zeros(1)} | fields)
 
 
 async def test_only_the_newest_observation_of_a_fast_client_is_kept(server, monkeypatch):
@@ -391,11 +393,11 @@ async def test_only_the_newest_observation_of_a_fast_client_is_kept(server, monk
         monkeypatch.setattr("service.streaming.direct_inference._PUBLISH_INTERVAL", 60.0)
         for value in range(3):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
-        await until(lambda: [_brightness(one) for one, _ in recent] == [2])
+        await until(lambda: [_brightness(observation) for observation, _ in recent] == [2])
         monkeypatch.setattr("service.streaming.direct_inference._PUBLISH_INTERVAL", 0.0)
         for value in range(3, 5):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
-        await until(lambda: [_brightness(one) for one, _ in recent] == [2, 3, 4])
+        await until(lambda: [_brightness(observation) for observation, _ in recent] == [2, 3, 4])
 
 
 def _brightness(observation):

@@ -13,7 +13,7 @@ from service.errors import InvalidRequest, ServiceError, TooLarge
 from service.streaming import codec, observation
 
 
-def openpis(array: np.ndarray) -> dict:
+def to_openpi(array: np.ndarray) -> dict:
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
@@ -26,8 +26,8 @@ DTYPES = st.sampled_from(["|u1", "<i4", ">i4", "<i8", "<f4", ">f8", "<f2", "|b1"
 
 @settings(max_examples=40)
 @given(DTYPES.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(max_dims=3, max_side=4, min_side=0))))
-def test_arrays_come_back_from_openpis_form_and_from_ours(array):
-    for found in (codec.unpack(packed(openpis(array))), codec.unpack(codec.pack({"a": array}))["a"]):
+def test_arrays_are_read_back_from_both_formats(array):
+    for found in (codec.unpack(packed(to_openpi(array))), codec.unpack(codec.pack({"a": array}))["a"]):
         np.testing.assert_array_equal(found, array)
         assert found.dtype.isnative
 
@@ -37,11 +37,11 @@ def test_data_is_not_copied():
     assert np.shares_memory(codec.unpack(body)["a"], np.frombuffer(body, np.uint8))
 
 
-ARRAY = openpis(np.zeros(2, np.float32))
+ARRAY = to_openpi(np.zeros(2, np.float32))
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "value",
     [
         ARRAY | {b"dtype": "|O"},
         ARRAY | {b"dtype": "<c8"},
@@ -68,24 +68,24 @@ ARRAY = openpis(np.zeros(2, np.float32))
     ],
     ids=str,
 )
-def test_what_is_no_plain_array_is_refused(wrong):
+def test_a_value_that_is_not_a_plain_array_is_refused(value):
     with pytest.raises(ServiceError) as refused:
-        codec.unpack(packed(wrong))
+        codec.unpack(packed(value))
     assert refused.value.status in (413, 422)
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (msgpack.packb({"a": 1}) + b"\xc0", "has data after its end"),
         (b"\x91" * 100_000, None),
         (b"\x81" * 100_000, None),
         (msgpack.packb(list(range(100)) * 6), "too many values"),
     ],
-    ids=["not at its end", "deep lists", "deep maps", "many"],
+    ids=["trailing data", "deep lists", "deep maps", "many"],
 )
-def test_long_deep_and_numerous_messages_are_refused(body, words):
-    with pytest.raises(ServiceError, match=words):
+def test_long_deep_and_numerous_messages_are_refused(body, message):
+    with pytest.raises(ServiceError, match=message):
         codec.unpack(body)
 
 
@@ -100,7 +100,7 @@ MARKED = st.sampled_from([b"__ndarray__", b"__npgeneric__", b"data", b"dtype", b
 @settings(max_examples=150)
 @given(st.binary(max_size=64) | (VALUES | st.dictionaries(MARKED, VALUES, max_size=4)).map(msgpack.packb))
 @example(packed({b"__npgeneric__": True, b"data": 1, b"dtype": []}))
-def test_whatever_comes_is_read_or_refused(body):
+def test_any_input_is_read_or_refused(body):
     with suppress(InvalidRequest, TooLarge):
         codec.unpack(body)
 
@@ -108,14 +108,14 @@ def test_whatever_comes_is_read_or_refused(body):
 @pytest.mark.parametrize(
     "text", ["", "{", '{"state": NaN}', "[" * 5000, '{"a": Infinity}', "\ud800", '{"a": {"Elbow": 5, "Elbow": 50}}']
 )
-def test_what_is_no_json_is_refused(text):
+def test_invalid_json_is_refused(text):
     with pytest.raises(ServiceError):
         codec.unpack_json(text)
     assert codec.unpack_json(codec.pack_json({"a": np.eye(2)})) == json.loads('{"a": [[1, 0], [0, 1]]}')
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "message"),
     [
         ('{"a": "' + "\\n" * 200_000 + '"}', "backslashes"),
         ('{"a": [' + " " * 200_000 + "]}", "outside of strings"),
@@ -127,18 +127,18 @@ def test_what_is_no_json_is_refused(text):
     ],
     ids=["escapes", "spaces", "numbers", "quotes", "objects", "lists", "bytes"],
 )
-async def test_a_long_text_without_pictures_is_refused_unparsed(text, what):
-    with pytest.raises(TooLarge, match=what):
+async def test_a_long_text_without_images_is_refused_unparsed(text, message):
+    with pytest.raises(TooLarge, match=message):
         codec.unpack_json(text)
-    with pytest.raises(TooLarge, match=what):
+    with pytest.raises(TooLarge, match=message):
         await codec.read_json(text)
 
 
-async def test_a_long_text_of_pictures_is_read():
+async def test_a_long_text_with_images_is_read():
     assert codec.unpack_json(json.dumps({"images": {"front": "A" * (1 << 20)}, "state": [0.5] * 1000}))
-    told = {"images": {"front": 'a "\\" ' + "A/" * (1 << 19)}, "state": [0.5, 1]}
-    assert await codec.read_json(json.dumps(told)) == told
-    assert await codec.read_json(json.dumps(told).replace("/", "\\/", 60_000).encode("utf-16")) == told
+    body = {"images": {"front": 'a "\\" ' + "A/" * (1 << 19)}, "state": [0.5, 1]}
+    assert await codec.read_json(json.dumps(body)) == body
+    assert await codec.read_json(json.dumps(body).replace("/", "\\/", 60_000).encode("utf-16")) == body
 
 
 @pytest.mark.parametrize("length", [0, 3, 1000, 3 << 16, 300_001])
@@ -147,16 +147,16 @@ def test_base64_is_read_in_pieces(length):
     text = base64.b64encode(data).decode()
     assert observation.decode_base64("front", text) == data
     assert observation.decode_base64("front", "data:image/png;base64," + text) == data
-    for wrong in (text + "\n", "=" + text, "====" + text if length else "A", text + "\u00e9"):
+    for invalid in (text + "\n", "=" + text, "====" + text if length else "A", text + "\u00e9"):
         with pytest.raises(InvalidRequest):
-            observation.decode_base64("front", wrong)
+            observation.decode_base64("front", invalid)
 
 
 JPEG_HEAD = b"\xff\xd8"
 
 
 @pytest.mark.parametrize(
-    ("file", "words"),
+    ("file", "message"),
     [
         (JPEG_HEAD + b"\xff\xd8\xff" * 1000, "a damaged or incomplete JPEG file"),
         (JPEG_HEAD + b"\xff" * 4000, "a damaged or incomplete JPEG file"),
@@ -167,6 +167,6 @@ JPEG_HEAD = b"\xff\xd8"
         (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IDAT\0\0\0\0" * 1000, "a PNG file of too many parts"),
     ],
 )
-def test_pictures_of_thousands_of_parts_are_not_decoded(file, words):
-    with pytest.raises(InvalidRequest, match=f"camera 'front': {words}"):
+def test_images_with_thousands_of_parts_are_not_decoded(file, message):
+    with pytest.raises(InvalidRequest, match=f"camera 'front': {message}"):
         observation.decode_image("front", file, 1 << 20)

@@ -22,148 +22,148 @@ from tests.testing.waiting import until
 from tests.unit.streaming.conftest import Client
 
 
-async def test_the_control_loop_drives_whoever_is_connected(server):
+async def test_the_control_loop_commands_the_connected_client(server):
     async with server.client() as client:
-        welcome = await client.hear("welcome")
+        welcome = await client.receive("welcome")
         assert welcome["cameras"] == {"front": [48, 64]}
         assert (welcome["chunk"], welcome["silence_s"], welcome["joint_ranges"]["Jaw"]) == (20, 2.0, [0, 100])
         await server.call("POST", "/sessions/arm/start")
-        await client.say("observation", **server.seen(number=1))
-        first = await client.hear("command")
+        await client.send("observation", **server.observe(number=1))
+        first = await client.receive("command")
         assert (first["number"], first["observation"]) == (1, 1)
         assert set(first["joints"]) == set(welcome["joint_names"])
-        # What is not sent again stays as it was.
-        await client.say("observation", state={"Elbow": -21.0}, images={"front": server.seen()["images"]["front"]})
-        assert (await client.hear("command"))["number"] == 2
+        # Joints that are not sent again keep their values.
+        await client.send("observation", state={"Elbow": -21.0}, images={"front": server.observe()["images"]["front"]})
+        assert (await client.receive("command"))["number"] == 2
         status = (await server.call("GET", "/sessions/arm"))[1]
         assert (status["status"], status["stats"]["measured_joints"]["Elbow"]) == ("running", -21.0)
-        await client.say("stop", reason="enough")
-        assert (await client.hear("stopped"))["reason"] == "enough"
-        await client.say("observation", **server.seen(number=2))
-        assert (await client.hear("status"))["status"] == "stopped"
+        await client.send("stop", reason="enough")
+        assert (await client.receive("stopped"))["reason"] == "enough"
+        await client.send("observation", **server.observe(number=2))
+        assert (await client.receive("status"))["status"] == "stopped"
     status = (await server.call("GET", "/sessions/arm"))[1]
     assert status["stats"]["emergency_stop"] == "enough"
     assert status["stats"]["watch"]["links_lost"] == {"stream": "the client on the stream is gone"}
 
 
-async def test_a_robot_that_is_latched_by_itself_is_shown_as_held(server):
+async def test_a_robot_with_its_own_latch_is_shown_as_held(server):
     def stats(answer):
         return [answer[1]["stats"][name] for name in ("robot_latched", "hold_code")]
 
     async def until_status(**expected):
-        while (told := await client.hear("status")) | expected != told:
+        while (status := await client.receive("status")) | expected != status:
             pass
 
     async with server.stream() as socket, server.stream() as other:
         client = Client(socket)
-        assert (await client.hear("status"))["latch"] is None
-        await client.say("latch", reason="key at the robot")
-        await client.say("observation", **server.seen())
+        assert (await client.receive("status"))["latch"] is None
+        await client.send("latch", reason="key at the robot")
+        await client.send("observation", **server.observe())
         await server.call("POST", "/sessions/arm/start")
         await until_status(status="running", hold_code="robot_latched", latch=None)
         assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
-        # Another client's report is not about this robot.
-        await Client(other).say("latch", reason=None)
-        await Client(other).say("ping", number=1)
-        await Client(other).hear("pong")
+        # A report of another client does not concern this robot.
+        await Client(other).send("latch", reason=None)
+        await Client(other).send("ping", number=1)
+        await Client(other).receive("pong")
         assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
-        for wrong in ({"reason": 7}, {"reasn": None}, {"resaon": "again", "reason": None}, {}):
-            await client.say("latch", **wrong)
-            assert "reason" in (await client.hear("error"))["detail"]
+        for fields in ({"reason": 7}, {"reasn": None}, {"resaon": "again", "reason": None}, {}):
+            await client.send("latch", **fields)
+            assert "reason" in (await client.receive("error"))["detail"]
         assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
-        await client.say("latch", reason=None)
-        await client.say("observation", **server.seen())
-        await client.hear("command")
+        await client.send("latch", reason=None)
+        await client.send("observation", **server.observe())
+        await client.receive("command")
         assert stats(await server.call("GET", "/sessions/arm")) == [None, None]
         await server.call("POST", "/sessions/arm/emergency_stop", json={"reason": "enough"})
         await server.call("POST", "/debug/sessions/arm/reset")
-        await client.hear("stopped")
+        await client.receive("stopped")
         await until_status(status="stopped", latch=None)
-        await client.say("latch", reason="again")
-        await client.say("ping", number=2)
-        await client.hear("pong")
-    # With the client its report is gone.
+        await client.send("latch", reason="again")
+        await client.send("ping", number=2)
+        await client.receive("pong")
+    # The report ends with its client.
     async with server.stream() as socket:
-        await Client(socket).hear("welcome")
+        await Client(socket).receive("welcome")
         assert stats(await server.call("GET", "/sessions/arm"))[0] is None
 
 
-@pytest.mark.parametrize("way", ["commands", "acts", "openpi", "looks on"])
-async def test_a_client_whose_key_vanished_leaves_its_robot_latched(serve, tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("usage", ["commands", "acts", "openpi", "watches"])
+async def test_a_client_with_a_revoked_key_leaves_its_robot_latched(serve, tmp_path, monkeypatch, usage):
     for module in (stream, openpi):
         monkeypatch.setattr(module, "_KEY_CHECK_INTERVAL", 0.0)
     file = KeyFile(tmp_path / "keys.json")
     key = file.create("alice", Role.OPERATOR, "alice", time.time())
     async with serve(key, keys_file=str(file.path)) as server:
-        path = "/sessions/arm/openpi" if way == "openpi" else "/sessions/arm/stream"
+        path = "/sessions/arm/openpi" if usage == "openpi" else "/sessions/arm/stream"
         async with server.stream(path, additional_headers={"x-api-key": key}) as socket:
             client = Client(socket)
-            seen = server.seen()
-            sent = codec.pack_openpi({"observation/image": seen["images"]["front"], "state": seen["state"]})
-            if way == "openpi":
+            observed = server.observe()
+            sent = codec.pack_openpi({"observation/image": observed["images"]["front"], "state": observed["state"]})
+            if usage == "openpi":
                 await socket.recv()
                 await socket.send(sent)
                 await socket.recv()
-            elif way == "acts":
-                await client.say("act", **seen, number=1)
-                await client.hear("chunk")
-            elif way == "commands":
+            elif usage == "acts":
+                await client.send("act", **observed, number=1)
+                await client.receive("chunk")
+            elif usage == "commands":
                 await server.call("POST", "/sessions/arm/start")
-                await client.say("observation", **seen)
-                await client.hear("command")
+                await client.send("observation", **observed)
+                await client.receive("command")
             else:
-                await client.hear("welcome")
+                await client.receive("welcome")
             away = file.path.rename(tmp_path / "away")
-            if way == "openpi":
+            if usage == "openpi":
                 await socket.send(sent)
             async with asyncio.timeout(30):
                 await socket.wait_closed()
             assert socket.close_code == 1008
         away.rename(file.path)
         latch = (await server.call("GET", "/sessions/arm"))[1]["stats"]["emergency_stop"]
-        assert latch is None if way == "looks on" else "no longer accepted" in latch
-        assert (await server.act(seen))[0] == (200 if way == "looks on" else 409)
+        assert latch is None if usage == "watches" else "no longer accepted" in latch
+        assert (await server.act(observed))[0] == (200 if usage == "watches" else 409)
 
 
-async def test_without_a_client_a_started_session_waits_for_one(server):
+async def test_a_started_session_waits_for_a_client(server):
     assert (await server.call("POST", "/sessions/arm/start"))[1]["status"] == "reconnecting"
     async with server.stream() as socket:
-        await Client(socket).say("observation", **server.seen())
-        await Client(socket).hear("command")
+        await Client(socket).send("observation", **server.observe())
+        await Client(socket).receive("command")
         assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "running"
 
 
 async def test_one_client_drives_until_it_is_silent(server):
     async with server.stream() as first, server.stream() as second:
-        await Client(first).say("observation", **server.seen())
-        await Client(first).say("ping", number=1)
-        await Client(first).hear("pong")
-        await Client(second).say("observation", **server.seen())
-        assert (await Client(second).hear("error"))["code"] == "robot_taken"
+        await Client(first).send("observation", **server.observe())
+        await Client(first).send("ping", number=1)
+        await Client(first).receive("pong")
+        await Client(second).send("observation", **server.observe())
+        assert (await Client(second).receive("error"))["code"] == "robot_taken"
         with pytest.raises(websockets.ConnectionClosed) as closed:
             await second.recv()
         assert closed.value.rcvd.code == 4409
-        # As if two seconds had gone by.
+        # Simulate a silence of more than two seconds.
         link = server.app.ctx.stream_clients.direct.links["arm"]
         link.driver.last_message_at -= 3
         async with server.stream() as third:
-            await Client(third).say("observation", **server.seen(number=5))
-            await Client(third).say("ping", number=1, time=1.5)
-            assert (await Client(third).hear("pong"))["time"] == 1.5
+            await Client(third).send("observation", **server.observe(number=5))
+            await Client(third).send("ping", number=1, time=1.5)
+            assert (await Client(third).receive("pong"))["time"] == 1.5
             assert link.driver.last_message_at > time.monotonic() - 2
             assert len(link.listeners) == 2
 
 
-async def test_acts_are_answered_one_at_a_time_and_the_newest_wins(server):
+async def test_acts_are_answered_one_at_a_time_and_only_the_newest_waits(server):
     gate = threading.Event()
     server.policy.failures.append(gate)
     async with server.client() as client:
         for number in (1, 2, 3):
-            await client.say("act", **server.seen(number=number))
-        superseded = await client.hear("error")
+            await client.send("act", **server.observe(number=number))
+        superseded = await client.receive("error")
         gate.set()
         assert (superseded["code"], superseded["number"]) == ("superseded", 2)
-        first, last = await client.hear("chunk"), await client.hear("chunk")
+        first, last = await client.receive("chunk"), await client.receive("chunk")
         assert (first["number"], last["number"], last["actions"].shape) == (1, 3, (20, 6))
         assert last["time"] > first["time"]
 
@@ -171,44 +171,44 @@ async def test_acts_are_answered_one_at_a_time_and_the_newest_wins(server):
 async def test_a_stream_may_be_text(server):
     async with server.client() as client:
         await client.socket.send(json.dumps({"kind": "ping", "number": 4}))
-        assert (await client.hear("pong"))["number"] == 4
+        assert (await client.receive("pong"))["number"] == 4
         await client.socket.send(json.dumps({"kind": "dance"}))
         assert isinstance(await client.socket.recv(), str)
 
 
-async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
+async def test_invalid_messages_are_answered_and_too_many_close_the_socket(server):
     async with server.stream() as socket:
         client = Client(socket)
-        for wrong in (b"\xc1", codec.pack({"kind": 1}), codec.pack({"kind": "observation", "age_ms": -1})):
-            await socket.send(wrong)
-            assert (await client.hear("error"))["code"] == "invalid"
-        await client.say("observation", state=np.full(6, np.nan))
-        assert "NaN" in (await client.hear("error"))["detail"]
-        await client.say("observation", state={"Elbow": 1.0, "elbow_flex.vel": 0.5}, number=3)
-        told = await client.hear("error")
-        assert (told["number"], "unknown names: 'elbow_flex.vel'; send" in told["detail"]) == (3, True)
-        await client.say("observation", state={"elbow_flex.pos": 1.0, "elbow_flex.vel": 0.5}, extra="ignore")
+        for invalid in (b"\xc1", codec.pack({"kind": 1}), codec.pack({"kind": "observation", "age_ms": -1})):
+            await socket.send(invalid)
+            assert (await client.receive("error"))["code"] == "invalid"
+        await client.send("observation", state=np.full(6, np.nan))
+        assert "NaN" in (await client.receive("error"))["detail"]
+        await client.send("observation", state={"Elbow": 1.0, "elbow_flex.vel": 0.5}, number=3)
+        answer = await client.receive("error")
+        assert (answer["number"], "unknown names: 'elbow_flex.vel'; send" in answer["detail"]) == (3, True)
+        await client.send("observation", state={"elbow_flex.pos": 1.0, "elbow_flex.vel": 0.5}, extra="ignore")
         for name in ("agems", "age"):
-            await client.say("observation", **{name: 5})
-            assert "did you mean 'age_ms'?" in (await client.hear("error"))["detail"]
+            await client.send("observation", **{name: 5})
+            assert "did you mean 'age_ms'?" in (await client.receive("error"))["detail"]
         assert server.app.ctx.sessions.get("arm").robot_io.buffer.measured_joints()["Elbow"] == 1.0
-        await client.say("ping", number=1)
-        await client.hear("pong")
+        await client.send("ping", number=1)
+        await client.receive("pong")
         for _ in range(20):
             await socket.send("[")
         with pytest.raises(websockets.ConnectionClosed):
-            await client.hear("nothing")
+            await client.receive("nothing")
         assert socket.close_code == 1007
     async with server.stream() as socket:
         with suppress(websockets.ConnectionClosed):
             await socket.send(bytes(17 << 20))
-            await Client(socket).hear("nothing")
+            await Client(socket).receive("nothing")
         assert socket.close_code == 1009
 
 
-async def test_the_end_of_the_session_ends_its_streams(server):
+async def test_the_end_of_a_session_closes_its_streams(server):
     async with server.stream() as socket:
-        await Client(socket).hear("welcome")
+        await Client(socket).receive("welcome")
         await server.call("DELETE", "/sessions/arm")
         await socket.wait_closed()
         assert socket.close_code == 1001
@@ -217,7 +217,7 @@ async def test_the_end_of_the_session_ends_its_streams(server):
     assert refused.value.response.status_code == 404
 
 
-async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
+async def test_streams_check_keys_roles_owners_tickets_and_origins(serve, tmp_path):
     file = KeyFile(tmp_path / "keys.json")
     keys = {name: file.create(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob")}
     eve = file.create("eve", Role.VIEWER, "alice", time.time())
@@ -232,55 +232,55 @@ async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
         await refused(404, **{"x-api-key": keys["bob"]})
         await refused(403, "/sessions/arm/openpi", **{"x-api-key": eve})
         await refused(403, **{"x-api-key": keys["alice"], "origin": "https://evil.example"})
-        status, told = await server.act(server.seen(), headers={"x-api-key": eve})
-        assert (status, told["code"]) == (403, "forbidden")
-        assert (await server.act(server.seen(), headers={"x-api-key": keys["bob"]}))[0] == 404
+        status, answer = await server.act(server.observe(), headers={"x-api-key": eve})
+        assert (status, answer["code"]) == (403, "forbidden")
+        assert (await server.act(server.observe(), headers={"x-api-key": keys["bob"]}))[0] == 404
         ticket = (await server.call("POST", "/tickets"))[1]["ticket"]
         async with server.stream(f"/sessions/arm/stream?ticket={ticket}") as socket:
-            await Client(socket).say("act", **server.seen())
-            await Client(socket).hear("chunk")
+            await Client(socket).send("act", **server.observe())
+            await Client(socket).receive("chunk")
         await refused(401, f"/sessions/arm/stream?ticket={ticket}")
-        # A viewer looks on, and may stop.
+        # A viewer may watch and stop.
         async with server.stream(additional_headers={"x-api-key": eve}) as socket:
-            await Client(socket).say("observation", **server.seen())
-            assert (await Client(socket).hear("error"))["code"] == "forbidden"
-            await Client(socket).say("stop")
-            await Client(socket).hear("stopped")
+            await Client(socket).send("observation", **server.observe())
+            assert (await Client(socket).receive("error"))["code"] == "forbidden"
+            await Client(socket).send("stop")
+            await Client(socket).receive("stopped")
 
 
-async def test_a_client_that_connects_while_the_policy_loads_waits(serve):
-    async with serve(create=False) as server, server.loading() as making, server.client() as client:
+async def test_a_client_that_connects_during_a_load_waits(serve):
+    async with serve(create=False) as server, server.loading() as creating, server.client() as client:
         first = codec.unpack(await client.socket.recv())
         assert (first["kind"], first["status"], first["reason"]) == ("status", "initializing", "reading")
-        for number in range(25):  # more than a client may send that makes no sense
-            await client.say("observation", **server.seen(number=number))
-            told = await client.hear("error")
-            assert (told["code"], told["number"]) == ("loading", number)
-        await client.say("act", **server.seen(number=25))
-        assert (await client.hear("error"))["code"] == "loading"
-        await client.say("ping", number=1)
-        assert (await client.hear("pong"))["number"] == 1
+        for number in range(25):  # The number exceeds the limit of invalid messages.
+            await client.send("observation", **server.observe(number=number))
+            answer = await client.receive("error")
+            assert (answer["code"], answer["number"]) == ("loading", number)
+        await client.send("act", **server.observe(number=25))
+        assert (await client.receive("error"))["code"] == "loading"
+        await client.send("ping", number=1)
+        assert (await client.receive("pong"))["number"] == 1
         assert server.policy.acted == 0
         server.load.gate.set()
-        assert (await client.hear("welcome"))["cameras"] == {"front": [48, 64]}
-        assert (await client.hear("status"))["status"] == "ready"
-        await client.say("act", **server.seen(number=26))
-        assert (await client.hear("chunk"))["number"] == 26
-        assert (await making)[0] == 200
+        assert (await client.receive("welcome"))["cameras"] == {"front": [48, 64]}
+        assert (await client.receive("status"))["status"] == "ready"
+        await client.send("act", **server.observe(number=26))
+        assert (await client.receive("chunk"))["number"] == 26
+        assert (await creating)[0] == 200
 
 
-async def test_an_act_over_http_while_the_policy_loads_is_503_with_retry_after(serve):
+async def test_an_http_act_during_a_load_is_503_with_retry_after(serve):
     async with serve(create=False) as server, server.loading():
         body = {"images": {}, "state": []}
         async with server.http.post("/sessions/arm/act", json=body) as answer:
             assert answer.status == 503
             assert 1 <= int(answer.headers["retry-after"]) <= 10
-            told = await answer.json()
-        assert told["code"] == "loading"
-        assert "session 'arm' is initializing (reading); ask again in" in told["detail"]
+            answer = await answer.json()
+        assert answer["code"] == "loading"
+        assert "session 'arm' is initializing (reading); ask again in" in answer["detail"]
         server.load.gate.set()
         await until(lambda: server.app.ctx.sessions.get("arm").stage == "ready")
-        assert (await server.act(server.seen()))[0] == 200
+        assert (await server.act(server.observe()))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -291,35 +291,35 @@ async def test_a_waiting_client_is_closed_with_the_reason(serve, how, code, text
     async with serve(create=False) as server:
         server.load.failure = JaxModelsError("the weights are torn") if how == "failed" else None
         async with server.loading(), server.client() as client:
-            await client.hear("status")
+            await client.receive("status")
             if how == "failed":
                 server.load.gate.set()
             else:
                 assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
-            told = await client.hear("error")
-            assert (told["code"], text in told["detail"]) == (code, True)
+            answer = await client.receive("error")
+            assert (answer["code"], text in answer["detail"]) == (code, True)
             with pytest.raises(websockets.ConnectionClosed) as closed:
-                await client.hear("welcome")
+                await client.receive("welcome")
             assert (closed.value.rcvd.code, text in closed.value.rcvd.reason) == (close_code, True)
-        if how == "failed":  # the reason is also the answer to a later client
-            status, told = await server.act(server.seen())
-            assert (status, told["code"]) == (409, "move_refused")
-            assert re.search("the weights are torn.*delete it and create it again", told["detail"])
+        if how == "failed":  # A later client also gets the reason.
+            status, answer = await server.act(server.observe())
+            assert (status, answer["code"]) == (409, "move_refused")
+            assert re.search("the weights are torn.*delete it and create it again", answer["detail"])
 
 
-async def test_a_stop_while_the_policy_loads_is_latched_and_shown(serve):
+async def test_a_stop_during_a_load_is_latched_and_shown(serve):
     async with serve(create=False) as server, server.loading(), server.client() as client:
-        await client.say("stop", reason="enough")
-        while (await client.hear("status"))["reason"] != "enough":
+        await client.send("stop", reason="enough")
+        while (await client.receive("status"))["reason"] != "enough":
             pass
         server.load.gate.set()
-        assert (await client.hear("welcome"))["status"] == "stopped"
-        await client.say("act", **server.seen(reset=True))
-        assert "emergency stop (enough)" in (await client.hear("error"))["detail"]
+        assert (await client.receive("welcome"))["status"] == "stopped"
+        await client.send("act", **server.observe(reset=True))
+        assert "emergency stop (enough)" in (await client.receive("error"))["detail"]
         assert server.policy.acted == 0
 
 
-async def test_robojaxs_own_client_waits_for_the_policy(serve):
+async def test_the_python_clients_wait_for_the_policy(serve):
     async with serve(create=False) as server, server.loading(), AsyncClient(server.url) as client:
         opening = asyncio.create_task(_open_and_close(client.session("arm").stream()))
 
@@ -340,29 +340,29 @@ async def _open_and_close(stream) -> str:
         return opened.welcome.status
 
 
-async def test_a_slowly_decoded_picture_does_not_restore_older_joints(server, monkeypatch):
+async def test_a_slowly_decoded_image_does_not_restore_older_joints(server, monkeypatch):
     gate = threading.Event()
     decode = observation.decode_image
-    monkeypatch.setattr(observation, "decode_image", lambda *told: gate.wait(30) and decode(*told))
+    monkeypatch.setattr(observation, "decode_image", lambda *arguments: gate.wait(30) and decode(*arguments))
     async with server.client() as client:
-        held = io.BytesIO()
-        Image.fromarray(server.seen()["images"]["front"]).save(held, "PNG")
-        await client.say("observation", **server.seen(images={"front": held.getvalue()}))
-        await client.say("observation", state={"Elbow": -30.0})
-        await client.say("ping")
-        await client.hear("pong")
+        file = io.BytesIO()
+        Image.fromarray(server.observe()["images"]["front"]).save(file, "PNG")
+        await client.send("observation", **server.observe(images={"front": file.getvalue()}))
+        await client.send("observation", state={"Elbow": -30.0})
+        await client.send("ping")
+        await client.receive("pong")
         gate.set()
         buffer = server.app.ctx.sessions.get("arm").robot_io.buffer
-        while not buffer.sizes:  # noqa: ASYNC110, it decodes in a thread
+        while not buffer.sizes:  # noqa: ASYNC110, the decoder runs in a thread
             await asyncio.sleep(0.01)
         assert buffer.measured_joints()["Elbow"] == -30.0
 
 
-async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server, monkeypatch):
+async def test_commands_to_a_client_that_does_not_read_are_refused(server, monkeypatch):
     async with server.client() as client:
-        await client.say("observation", **server.seen())
-        await client.say("ping")
-        await client.hear("pong")
+        await client.send("observation", **server.observe())
+        await client.send("ping")
+        await client.receive("pong")
         link = server.app.ctx.stream_clients.direct.links["arm"]
         command = [JointValue("Elbow", 1.0, 2)]
         assert link.send(command)
@@ -371,18 +371,18 @@ async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server
         assert link.health()["commands_refused"] == 1
 
 
-async def test_a_robot_that_replaces_another_gets_nothing_of_its_motion(server):
+async def test_a_new_robot_does_not_continue_the_motion_of_another(server):
     async with server.client() as client:
         await server.call("POST", "/sessions/arm/start")
-        await client.say("observation", **server.seen())
-        await client.hear("command")
+        await client.send("observation", **server.observe())
+        await client.receive("command")
         robot_io, link = server.app.ctx.sessions.get("arm").robot_io, server.app.ctx.stream_clients.direct.links["arm"]
         driver, sent = link.driver, link.health()["commands_sent"]
         assert robot_io.controller.queue.left
         link.release_control(driver, "gone")
         link.take_control(driver, 2.0)
         assert not robot_io.controller.queue.left
-        # It showed one of its joints; where the other robot's are is nothing to hold it at.
+        # The new robot has sent one joint. The pose of the old robot must not be used for a hold.
         link.inbox.on_joints({"Elbow": 20.0}, time.monotonic())
         robot_io.halt(always_hold=True)
         assert link.health()["commands_sent"] == sent

@@ -41,7 +41,7 @@ def destinations(*listed, resolve=look_up, own_port=None):
     return Destinations(listed, AddressRules(describe_danger, unwrap_ipv4, resolve, PinnedResolver), own_port)
 
 
-# Without a list: this machine by its plain names, and nothing else.
+# Only this machine by its plain names is allowed if there is no list.
 ALLOWED = [
     "http://127.0.0.1:8000",
     "ws://127.0.0.1:8000/api",
@@ -52,7 +52,7 @@ ALLOWED = [
     "https://localhost./api",
 ]
 REFUSED = [
-    # Metadata services of clouds, also under other spellings of their addresses.
+    # Metadata services of clouds, also in other spellings of their addresses.
     *("http://169.254.169.254/latest/meta-data", "http://[::ffff:169.254.169.254]/", "http://[fd00:ec2::254]/"),
     *("http://100.100.100.200/", "http://to-metadata.lan/"),
     # This machine, in spellings that parsers disagree about.
@@ -62,10 +62,10 @@ REFUSED = [
     # Other networks.
     *("http://224.0.0.1/", "http://255.255.255.255/", "http://192.168.1.7:8000", "http://10.0.0.1"),
     *("http://[fe80::1%25eth0]/", "http://[fe80::1]/", "http://93.184.216.34", "http://robot.lan:8000"),
-    # Another host after a trick.
+    # Another host behind a confusing URL.
     *("http://a@b/", "http://127.0.0.1@evil.example/", "http://evil.example#@127.0.0.1/"),
     *("http://evil.example\\@127.0.0.1/", "http://bücher.example/", "http://127.0.0.1%2eevil.example/"),
-    # No URL of a server.
+    # URLs that are not the address of a server.
     *("http:///x", "file:///etc/passwd", "gopher://127.0.0.1:6379/_x", "javascript:alert(1)"),
     *("http://127.0.0.1:99999", "http://127.0.0.1:8000/?next=http://evil.example", "http://local host/"),
     "http://127.0.0.1\r\nx-a: b/",
@@ -73,20 +73,20 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("url", ALLOWED)
-async def test_this_machine_is_a_destination_without_any_list(url):
+async def test_this_machine_is_a_destination_without_a_list(url):
     _, found = await destinations().resolve_addresses(url)
     assert all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 @pytest.mark.parametrize("url", REFUSED)
-async def test_nothing_else_is(url):
+async def test_other_hosts_are_refused_without_a_list(url):
     with pytest.raises(InvalidRequest) as caught:
         await destinations().resolve_addresses(url)
     assert caught.value.loc == ("body", "transport_server_url")
 
 
 @pytest.mark.parametrize("url", [url for url in REFUSED if "robot.lan" not in url and "192.168.1.7" not in url])
-async def test_a_list_of_hosts_and_networks_opens_no_more_than_it_says(url):
+async def test_a_list_allows_only_its_hosts_and_networks(url):
     rules = destinations("robot.lan:8000", "192.168.1.0/24", "169.254.0.0/16", "0.0.0.0/8", "fe80::/10", "*.lan")
     with pytest.raises(InvalidRequest):
         await rules.resolve_addresses(url)
@@ -111,12 +111,12 @@ async def test_a_list_of_hosts_and_networks_opens_no_more_than_it_says(url):
         ("*", "http://public.example", True),
         ("*", "http://to-metadata.lan", False),
         ("xn--bcher-kva.example", "http://xn--bcher-kva.example", True),
-        # A robot on a cable of its own has such an address; then the operator means it and no network.
+        # A robot on a direct cable has a link-local address. It must be listed by itself, not by its network.
         ("169.254.10.20", "http://169.254.10.20:8000", True),
         ("169.254.10.0/24", "http://169.254.10.20:8000", False),
     ],
 )
-async def test_what_an_entry_of_the_list_opens(listed, url, is_allowed):
+async def test_an_entry_of_the_list_allows_matching_urls(listed, url, is_allowed):
     if is_allowed:
         await destinations(listed).resolve_addresses(url)
     else:
@@ -125,12 +125,12 @@ async def test_what_an_entry_of_the_list_opens(listed, url, is_allowed):
 
 
 @pytest.mark.parametrize("text", ["", "a b", "host:0", "host:http", "192.168.1.1/24", "http://host", "[::1", "::1]:5"])
-def test_an_entry_that_is_no_host_is_told_at_the_start(text):
+def test_an_invalid_entry_of_the_list_is_an_error(text):
     with pytest.raises(ValueError, match="wanted"):
         AllowedHost.parse(text)
 
 
-def test_a_wrong_entry_stops_the_server_from_starting():
+def test_the_server_does_not_start_with_an_invalid_entry():
     with pytest.raises(SettingsError, match=r"transport_hosts: 'http://host'"):
         create_app(Settings.from_values(transport_hosts=("http://host",)), load=ScriptedLoader())
 
@@ -141,20 +141,20 @@ async def test_this_server_is_a_destination_at_its_own_port():
             probe.connect(("192.0.2.1", 9))
         except OSError:
             pytest.skip("this machine has no address but loopback")
-        own = probe.getsockname()[0]
-    await destinations(own_port=8001).resolve_addresses(f"http://{own}:8001")
-    for url in (f"http://{own}:8002", "http://93.184.216.34:8001"):
+        address = probe.getsockname()[0]
+    await destinations(own_port=8001).resolve_addresses(f"http://{address}:8001")
+    for url in (f"http://{address}:8002", "http://93.184.216.34:8001"):
         with pytest.raises(InvalidRequest):
             await destinations(own_port=8001).resolve_addresses(url)
 
 
-async def test_an_unknown_host_is_the_transports_error_and_not_the_requests():
+async def test_an_unknown_host_is_a_transport_error():
     with pytest.raises(TransportError, match="not known"):
-        await destinations("*.lan").resolve_addresses("http://nobody.lan")
+        await destinations("*.lan").resolve_addresses("http://unknown.lan")
 
 
-async def test_a_name_that_moves_after_the_check_is_not_followed():
-    """A name server of an attacker gives a harmless address first, and another one to the connection."""
+async def test_a_name_that_changes_after_the_check_is_not_resolved_again():
+    """An attacker's name server returns a harmless address to the check and another address to the connection."""
     answers = iter([["127.0.0.1"], ["169.254.169.254"]])
 
     async def rebinding(host, port):
@@ -164,7 +164,7 @@ async def test_a_name_that_moves_after_the_check_is_not_followed():
         port = url.rpartition(":")[2]
         rules = destinations("moving.lan", resolve=rebinding)
         async with http_session(await rules.create_connector(f"http://moving.lan:{port}")) as session:
-            for _ in range(3):  # each on a connection of its own, as after a link was lost
+            for _ in range(3):  # Each request has a new connection, as after a lost link.
                 async with session.get(f"http://moving.lan:{port}/health", headers={"connection": "close"}) as answer:
                     assert answer.status == 200
             with pytest.raises(aiohttp.ClientConnectorError):
@@ -191,9 +191,9 @@ async def test_a_redirect_to_this_machine_is_not_followed():
 
 async def test_a_refused_host_is_422_and_names_the_setting():
     async with started(transport=REAL) as server:
-        for host, said in (("169.254.169.254:8000", "metadata"), ("10.0.0.1", "--transport-hosts")):
-            status, told = await server.create(transport_server_url=f"http://{host}")
-            assert (status, told["detail"][0]["loc"]) == (422, ["body", "transport_server_url"])
-            assert said in told["detail"][0]["msg"]
+        for host, message in (("169.254.169.254:8000", "metadata"), ("10.0.0.1", "--transport-hosts")):
+            status, answer = await server.create(transport_server_url=f"http://{host}")
+            assert (status, answer["detail"][0]["loc"]) == (422, ["body", "transport_server_url"])
+            assert message in answer["detail"][0]["msg"]
         assert await server.call("GET", "/sessions") == (200, [])
         assert not server.load.loads

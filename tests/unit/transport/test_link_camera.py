@@ -1,4 +1,4 @@
-"""What leaves a camera: each picture once, at its rate, close to what the camera saw."""
+"""Video of a camera: each image is sent once, at its rate, and close to the original."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from service.transport.webrtc.jitter_buffer import is_keyframe
 
 
 def scene(number: int, side: int = 240) -> np.ndarray:
-    """A rendered-like picture: a chequered floor with a gradient, a turning bar, a red cube."""
+    """Return an image like a rendering: a chequered floor with a gradient, a turning bar and a red cube."""
     y, x = np.mgrid[0:side, 0:side].astype(np.float32)
     image = np.stack([90 + 60 * y / side, 100 + 50 * y / side, 110 + 40 * x / side], -1)
     image += (((x // 20 + y // 20) % 2) * 18)[..., None]
@@ -41,7 +41,7 @@ def video_frame(image: np.ndarray, number: int) -> av.VideoFrame:
     return frame
 
 
-def test_the_codec_changes_a_rendered_picture_by_less_than_two_levels():
+def test_the_codec_changes_an_image_by_less_than_two_levels():
     encoder, decoder = CameraEncoder(25), av.CodecContext.create("libvpx", "r")
     errors, bias = [], []
     for number in range(50):
@@ -55,7 +55,7 @@ def test_the_codec_changes_a_rendered_picture_by_less_than_two_levels():
     assert abs(np.mean(bias)) < 0.3, np.mean(bias)
 
 
-def test_a_keyframe_is_made_when_asked_and_for_a_new_size_only():
+def test_a_keyframe_is_sent_on_request_and_for_a_new_size():
     encoder = CameraEncoder(25)
 
     def is_key(number: int, side: int = 64, force: bool = False) -> bool:
@@ -64,14 +64,14 @@ def test_a_keyframe_is_made_when_asked_and_for_a_new_size_only():
 
     assert [is_key(0), is_key(1), is_key(2)] == [True, False, False]
     assert is_key(3, force=True)
-    # A viewer that asks all the time has one in KEYFRAME_INTERVAL; a request that comes too soon is kept.
+    # Constant requests give one keyframe per KEYFRAME_INTERVAL. An early request is answered later.
     assert not any(is_key(number, force=True) for number in range(10, 15))
     encoder._keyframe_at -= KEYFRAME_INTERVAL
     assert [is_key(20), is_key(21)] == [True, False]
     assert [is_key(4), is_key(5, side=96), is_key(6, side=96)] == [False, True, False]
 
 
-def test_the_budget_follows_the_size_and_no_estimate():
+def test_the_bit_rate_follows_the_size_and_not_the_estimate():
     encoder = CameraEncoder(30)
     assert encoder._context_for(video_frame(np.zeros((96, 96, 3), np.uint8), 0)).bit_rate == MIN_BITRATE
     context = encoder._context_for(video_frame(np.zeros((480, 640, 3), np.uint8), 0))
@@ -82,7 +82,7 @@ def test_the_budget_follows_the_size_and_no_estimate():
     assert encoder._context_for(video_frame(np.zeros((1080, 1920, 3), np.uint8), 2)).bit_rate == MAX_BITRATE
 
 
-async def test_a_copy_of_each_picture_is_sent_once_and_the_newest_wins():
+async def test_only_the_newest_image_is_sent_and_only_once():
     camera = VideoCamera(rate=1000)
     track = CameraTrack(camera)
     image = np.zeros((4, 4, 3), np.uint8)
@@ -102,7 +102,7 @@ async def test_a_copy_of_each_picture_is_sent_once_and_the_newest_wins():
     track.stop()
 
 
-async def test_a_picture_that_is_not_fresh_is_not_sent_to_a_new_peer():
+async def test_an_old_image_is_not_sent_to_a_new_peer():
     camera = VideoCamera(rate=1000)
     camera.show(np.zeros((4, 4, 3), np.uint8))
     camera.newest_at -= MAX_IMAGE_AGE
@@ -130,6 +130,6 @@ async def test_the_rate_is_a_limit():
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((4, 4, 3), np.float32), ((4, 4), np.uint8), ((4, 4, 4), np.uint8), ((0, 4, 3), np.uint8)]
 )
-def test_a_picture_of_another_form_is_refused(shape, dtype):
+def test_an_image_of_another_shape_or_type_is_refused(shape, dtype):
     with pytest.raises(ValueError, match=r"uint8 \(h, w, 3\)"):
         VideoCamera(rate=30).show(np.zeros(shape, dtype))

@@ -1,4 +1,4 @@
-"""Nothing is sent to addresses that are no robot's, whoever names them."""
+"""ICE candidates: nothing is sent to addresses that cannot belong to a robot."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,25 +15,25 @@ from service.transport.webrtc.peer import PeerConnection
 @pytest.mark.parametrize(
     ("host", "port"),
     [
-        # Metadata services of clouds, groups, everybody, and no address of a machine.
+        # Metadata services of clouds, multicast, broadcast, and unspecified addresses.
         *((host, 50000) for host in ("169.254.169.254", "::ffff:169.254.169.254", "fd00:ec2::254", "100.100.100.200")),
         *((host, 50000) for host in ("ff02::1", "255.255.255.255", "0.0.0.0", "::")),
         *((host, 50000) for host in ("metadata.google.internal", "2130706433")),
         *(("224.0.0.251", 5353), ("127.0.0.1", 53), ("192.168.1.7", 0), ("192.168.1.7", 70000)),
     ],
 )
-def test_what_is_no_robots_address_is_not_tried(host: str, port: int) -> None:
+def test_a_candidate_with_an_unsafe_address_is_dropped(host: str, port: int) -> None:
     assert explain_refused_address(host, port) is not None
     line = f"a=candidate:1 1 udp 5 {host} {port} typ host"
     assert split_candidates(f"v=0\r\nm=video 9\r\n{line}\r\n") == ("v=0\r\nm=video 9\r\n", [])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.7", "10.0.0.1", "203.0.113.5", "fd12::7", "fe80::1%eth0"])
-def test_what_may_be_a_robots_address_is_tried(host: str) -> None:
+def test_a_candidate_with_a_possible_robot_address_is_used(host: str) -> None:
     assert explain_refused_address(host, 50000) is None
 
 
-async def test_a_trickled_candidate_is_held_to_the_same() -> None:
+async def test_a_trickled_candidate_is_checked_in_the_same_way() -> None:
     peer, added = PeerConnection(()), []
 
     async def note(candidate) -> None:
@@ -48,8 +48,8 @@ async def test_a_trickled_candidate_is_held_to_the_same() -> None:
 
 
 @pytest.mark.parametrize(("address", "is_used"), [("169.254.169.254", False), ("10.255.255.7", True)])
-async def test_what_a_name_is_resolved_to_is_held_to_the_same(address, is_used, monkeypatch) -> None:
-    """Anybody on the network may answer for a name of mDNS."""
+async def test_the_address_of_an_mdns_name_is_checked_in_the_same_way(address, is_used, monkeypatch) -> None:
+    """Any machine on the network may answer for a name of mDNS."""
 
     async def resolve(name: str) -> str:
         return address
@@ -58,19 +58,21 @@ async def test_what_a_name_is_resolved_to_is_held_to_the_same(address, is_used, 
         return SimpleNamespace(resolve=resolve, unsubscribe=lambda subscriber: None)
 
     monkeypatch.setattr(ice, "get_or_create_mdns_protocol", protocol)
-    theirs = RTCPeerConnection()
-    theirs.addTransceiver("video")
-    await theirs.setLocalDescription(await theirs.createOffer())
+    remote = RTCPeerConnection()
+    remote.addTransceiver("video")
+    await remote.setLocalDescription(await remote.createOffer())
     peer = PeerConnection(())
     try:
         named = "a=candidate:1 1 udp 5 abc.local 50000 typ host\r\na=end-of-candidates\r\n"
-        offer = theirs.localDescription.sdp.replace("a=end-of-candidates\r\n", named)
+        offer = remote.localDescription.sdp.replace("a=end-of-candidates\r\n", named)
         assert named in offer
         await peer.answer_offer(offer, FrameDecoder(lambda image, at: None, lambda error: None))
         await asyncio.gather(*peer._adding)
-        (connection,) = {one.receiver.transport.transport.iceGatherer._connection for one in peer._pc.getTransceivers()}
+        (connection,) = {
+            item.receiver.transport.transport.iceGatherer._connection for item in peer._pc.getTransceivers()
+        }
         found = {candidate._network_host for candidate in connection._remote_candidates}
         assert (address in found) is is_used
     finally:
         await peer.close()
-        await theirs.close()
+        await remote.close()

@@ -1,4 +1,4 @@
-"""Packets to pictures: at once, all of them, and nothing built on a loss."""
+"""Jitter buffer: packets become frames at once and in order, and no frame is built after a loss."""
 
 from fractions import Fraction
 
@@ -20,19 +20,19 @@ from service.transport.webrtc.jitter_buffer import (
     is_keyframe,
 )
 
-KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # the first bytes of a VP8 keyframe of 10x10
+KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # First bytes of a VP8 keyframe of 10x10.
 INTER = b"\x11\x02\x00abc"
 
 
 class Stream:
-    """A sender's packets and what the buffer makes of them."""
+    """Packets of a sender, and the frames and requests of the buffer."""
 
     def __init__(self, start: int = 100):
         self.now = 0.0
-        self.given: list[bytes] = []
-        self.asked = 0
+        self.frames: list[bytes] = []
+        self.requests = 0
         self.buffer = EagerJitterBuffer(
-            lambda packet, frame: self.given.append(frame.data), 1000, clock=lambda: self.now
+            lambda packet, frame: self.frames.append(frame.data), 1000, clock=lambda: self.now
         )
         self.number = start
 
@@ -48,28 +48,28 @@ class Stream:
 
     def arrive(self, *packets: RtpPacket) -> None:
         for packet in packets:
-            asks, frame = self.buffer.add(packet)
-            self.asked += asks
+            has_request, frame = self.buffer.add(packet)
+            self.requests += has_request
             if isinstance(frame, JitterFrame):
-                self.given.append(frame.data)
+                self.frames.append(frame.data)
 
 
-def test_a_picture_is_given_out_with_its_last_packet():
+def test_a_frame_is_returned_with_its_last_packet():
     stream = Stream()
     first, last = stream.packets(KEY, b"rest", stamp=1)
     stream.arrive(first)
-    assert stream.given == []
+    assert stream.frames == []
     stream.arrive(last)
-    assert stream.given == [KEY + b"rest"]
+    assert stream.frames == [KEY + b"rest"]
 
 
 def sized(width: int, height: int) -> bytes:
-    """The first bytes of a keyframe that declares this size."""
+    """Return the first bytes of a keyframe that declares this size."""
     return KEY[:6] + width.to_bytes(2, "little") + height.to_bytes(2, "little")
 
 
 @pytest.mark.parametrize(
-    ("packets", "given", "oversize"),
+    ("packets", "frames", "oversize"),
     [
         ([(KEY, 1, False), (INTER, 2, False)], [KEY], 0),
         ([(KEY, 1, True), (b"", 1, False), (INTER, 2, True), (b"", 3, True)], [KEY, INTER], 0),
@@ -77,69 +77,69 @@ def sized(width: int, height: int) -> bytes:
     ],
     ids=["no marker", "padding", "huge"],
 )
-def test_only_whole_pictures_of_fitting_sizes_are_given_out(packets, given, oversize):
+def test_only_complete_frames_of_allowed_sizes_are_returned(packets, frames, oversize):
     stream = Stream()
     for payload, stamp, marker in packets:
         stream.arrive(*stream.packets(payload, stamp=stamp, marker=marker))
-    assert (stream.given, stream.buffer.oversize) == (given, oversize)
+    assert (stream.frames, stream.buffer.oversize) == (frames, oversize)
 
 
-def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
+def test_a_late_packet_releases_the_waiting_frames_in_order():
     stream = Stream()
     key, a, b, c = (stream.packets(data, stamp=i)[0] for i, data in enumerate([KEY, b"\x11a", b"\x11b", b"\x11c"]))
     stream.arrive(key, b, c)
-    assert stream.given == [KEY]
+    assert stream.frames == [KEY]
     stream.arrive(a)
-    assert stream.given == [KEY, b"\x11a", b"\x11b", b"\x11c"]
+    assert stream.frames == [KEY, b"\x11a", b"\x11b", b"\x11c"]
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["late", "lost"])
-def test_waiting_pictures_are_released_a_few_per_packet(is_lost, monkeypatch):
-    looks: list[bytes] = []
-    monkeypatch.setattr("service.transport.webrtc.jitter_buffer.vp8_pixels", lambda data: looks.append(data) or 0)
+def test_waiting_frames_are_released_a_few_per_packet(is_lost, monkeypatch):
+    parsed: list[bytes] = []
+    monkeypatch.setattr("service.transport.webrtc.jitter_buffer.vp8_pixels", lambda data: parsed.append(data) or 0)
     stream = Stream()
     key, late, *others = (stream.packets(KEY + bytes([n % 256]), stamp=n)[0] for n in range(600))
     stream.arrive(key, *others[:500])
-    looks.clear()
+    parsed.clear()
     if is_lost:
         stream.now += LOSS_TIMEOUT
     else:
         stream.arrive(late)
-        assert len(looks) <= MAX_FRAMES_PER_PACKET
+        assert len(parsed) <= MAX_FRAMES_PER_PACKET
     for packet in others[500:560]:
-        before = len(looks)
+        before = len(parsed)
         stream.arrive(packet)
-        assert len(looks) <= before + MAX_FRAMES_PER_PACKET
-    wanted = [packet.payload for packet in (key, *([] if is_lost else [late]), *others[:560])]
-    assert stream.given == wanted
+        assert len(parsed) <= before + MAX_FRAMES_PER_PACKET
+    expected = [packet.payload for packet in (key, *([] if is_lost else [late]), *others[:560])]
+    assert stream.frames == expected
 
 
-def test_nothing_is_given_out_before_the_first_keyframe_which_is_asked_for():
+def test_no_frame_is_returned_before_a_requested_keyframe():
     stream = Stream()
     stream.arrive(*stream.packets(INTER, stamp=1), *stream.packets(INTER, stamp=2))
-    assert (stream.given, stream.asked, stream.buffer.skipped) == ([], 1, 2)
+    assert (stream.frames, stream.requests, stream.buffer.skipped) == ([], 1, 2)
     stream.now += KEYFRAME_REQUEST_INTERVAL
     stream.arrive(*stream.packets(INTER, stamp=3), *stream.packets(KEY, stamp=4), *stream.packets(INTER, stamp=5))
-    assert (stream.given, stream.asked) == ([KEY, INTER], 2)
+    assert (stream.frames, stream.requests) == ([KEY, INTER], 2)
 
 
-def test_nothing_is_decoded_after_a_lost_packet_before_a_keyframe():
+def test_no_frame_is_returned_between_a_loss_and_a_keyframe():
     stream = Stream()
     stream.arrive(*stream.packets(KEY, stamp=1))
-    asked = stream.asked
+    requests = stream.requests
     lost, *_ = stream.packets(INTER, stamp=2)
     stream.arrive(*stream.packets(INTER, stamp=3))
     stream.now += LOSS_TIMEOUT / 2
     stream.arrive(*stream.packets(INTER, stamp=4))
-    assert stream.asked == asked  # a retransmission may still come
+    assert stream.requests == requests, "a retransmission may still arrive"
     stream.now += LOSS_TIMEOUT / 2
     stream.arrive(*stream.packets(INTER, stamp=5))
-    assert (stream.given, stream.asked, stream.buffer.lost) == ([KEY], asked + 1, 1)
+    assert (stream.frames, stream.requests, stream.buffer.lost) == ([KEY], requests + 1, 1)
     stream.arrive(lost, *stream.packets(INTER, stamp=6), *stream.packets(KEY, stamp=7), *stream.packets(INTER, stamp=8))
-    assert stream.given == [KEY, KEY, INTER]
+    assert stream.frames == [KEY, KEY, INTER]
 
 
-def test_half_a_picture_is_never_given_out():
+def test_an_incomplete_frame_is_never_returned():
     stream = Stream()
     stream.arrive(*stream.packets(KEY, stamp=1))
     first, _, last = stream.packets(KEY, b"middle", b"end", stamp=2)
@@ -148,35 +148,35 @@ def test_half_a_picture_is_never_given_out():
     stream.arrive(*stream.packets(INTER, stamp=3))
     stream.now += LOSS_TIMEOUT
     stream.arrive(*stream.packets(INTER, stamp=4))
-    assert stream.given == [KEY]
+    assert stream.frames == [KEY]
 
 
 @pytest.mark.parametrize("start", [0, 65_530])
 @given(data=st.data())
-def test_in_any_order_within_patience_all_pictures_come_once_in_order(start, data):
+def test_reordered_packets_return_all_frames_once_in_order(start, data):
     stream = Stream(start)
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=12))
-    pictures = [
+    frames = [
         stream.packets(KEY if i == 0 else INTER, *(bytes([i, part]) for part in range(size - 1)), stamp=i)
         for i, size in enumerate(sizes)
     ]
-    wanted = [b"".join(packet._data for packet in picture) for picture in pictures]
-    # The first packet sets the origin; a real stream's order is disturbed only locally.
-    first, *packets = [packet for picture in pictures for packet in picture]
+    expected = [b"".join(packet._data for packet in frame_packets) for frame_packets in frames]
+    # The first packet sets the origin, because the order of a real stream is disturbed only locally.
+    first, *packets = [packet for frame_packets in frames for packet in frame_packets]
     order = data.draw(st.permutations(packets))
     stream.arrive(first, *order)
-    assert stream.given == wanted
+    assert stream.frames == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 65535), st.integers(0, 3), st.booleans(), st.binary(max_size=4)), max_size=80))
-def test_no_sequence_of_packets_breaks_it(packets):
+def test_no_sequence_of_packets_raises_an_error(packets):
     stream = Stream()
     for number, stamp, marker, data in packets:
         packet = RtpPacket(sequence_number=number, timestamp=stamp, marker=int(marker))
         packet._data = data
         stream.now += 0.05
         stream.arrive(packet)
-    assert all(stream.given)
+    assert all(stream.frames)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +191,15 @@ def test_no_sequence_of_packets_breaks_it(packets):
         (b"\x00\x00\x00\x01", False),
     ],
 )
-def test_a_keyframe_is_known_by_its_bytes(data, is_key):
+def test_a_keyframe_is_recognized_by_its_bytes(data, is_key):
     assert is_keyframe(data) is is_key
 
 
-# The size of a picture is read from its bytes before a decoder gets it; tests/hostile has broken streams.
+# The size of a frame is read from its bytes before a decoder gets it. Tests of broken streams are in tests/hostile.
 
 
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (480, 640), (1080, 1920), (1200, 1920), (4096, 4096)])
-def test_the_size_that_h264_declares_is_read(height, width):
+def test_the_declared_size_of_h264_is_read(height, width):
     frame = av.VideoFrame(width, height, "yuv420p")
     for profile in ("baseline", "high"):
         codec = av.CodecContext.create("libx264", "w")
@@ -216,15 +216,15 @@ def test_the_size_that_h264_declares_is_read(height, width):
         (b"\0\0\1\x67", UNREADABLE_SIZE),
         (b"\0\0\1\x67" + b"\0" * 40, UNREADABLE_SIZE),
         (b"\0\0\1\x67\x42\0\x1f" + b"\0" * 9, UNREADABLE_SIZE),
-        # A picture of descriptions alone is not decoded.
+        # A frame that has only parameter sets is not decoded.
         (b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17, UNREADABLE_SIZE),
         (b"\0\0\1\x09" * 1025, UNREADABLE_SIZE),
-        # Without a declared size there are no pixels.
+        # Data without a declared size has no pixels.
         (b"\0\0\1\x09" * 1024, 0),
         (b"", 0),
         (b"\x10\0\0\x9d\1\x2a", 0),
         (b"\0\0\1\x65abc", 0),
     ],
 )
-def test_a_size_that_cannot_be_read_is_too_large(data, pixels):
+def test_an_unreadable_size_counts_as_too_large(data, pixels):
     assert h264_pixels(data) == pixels

@@ -1,4 +1,4 @@
-"""A peer connection that is closed while something goes on gives its sockets back."""
+"""Cancellation of a peer connection closes all its sockets."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import CameraTrack, VideoCamera
 from service.transport.webrtc.peer import PeerConnection
 
-TURNS = 8  # of the event loop: in each of them something else is going on when the cancellation comes
+TURNS = 8  # Turns of the event loop; the cancellation meets another step in each turn.
 
 
 def sockets() -> int:
@@ -18,7 +18,7 @@ def sockets() -> int:
 
 
 async def cancelled(work: Coroutine[Any, Any, Any], turns: int) -> None:
-    """Start it, and cancel it so many turns of the loop later."""
+    """Start the coroutine and cancel it after this number of turns of the event loop."""
     task = asyncio.create_task(work)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def connected() -> tuple[PeerConnection, PeerConnection]:
     return producer, consumer
 
 
-async def test_an_offer_that_is_cancelled_leaves_no_socket_open():
+async def test_a_cancelled_offer_leaves_no_socket_open():
     before = sockets()
     for turns in range(TURNS):
         peer = PeerConnection([])
@@ -47,7 +47,7 @@ async def test_an_offer_that_is_cancelled_leaves_no_socket_open():
         assert sockets() == before, f"cancelled after {turns} turns of the loop"
 
 
-async def test_a_close_that_is_cancelled_leaves_no_socket_open():
+async def test_a_cancelled_close_leaves_no_socket_open():
     before = sockets()
     for turns in range(TURNS):
         producer, consumer = await connected()

@@ -1,4 +1,4 @@
-"""Frames on their way to sockets: in order, bounded for each peer, and a few at a time when there are many peers."""
+"""Outbox of frames to sockets: in order, bounded for each peer, and in slices for many peers."""
 
 import asyncio
 from typing import Any
@@ -11,12 +11,12 @@ from service.transport.server.websocket import Outbox, OutboxLimits, WriteQueue
 
 pytestmark = pytest.mark.timed
 
-WRITE = 0.0001  # seconds of the given clock that a write takes: ten fit into one slice
+WRITE = 0.0001  # Seconds of the test's clock per write, so that ten writes fit into one slice.
 PER_SLICE = round(WriteQueue.SLICE / WRITE)
 
 
 class Socket:
-    """What an outbox uses of Sanic's WebSocket, and the connection under it."""
+    """Double of the parts of Sanic's WebSocket and its connection that an outbox uses."""
 
     def __init__(self, wire: "Wire"):
         self.wire = wire
@@ -61,12 +61,12 @@ class Socket:
 
 
 class Wire:
-    """All sockets of a server, and a clock that only writing moves."""
+    """All sockets of a server, and a clock that only writes advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.turn = 0
-        self.writes: list[tuple[int, Socket]] = []  # in which turn of the loop
+        self.writes: list[tuple[int, Socket]] = []  # Turn of the event loop and socket of each write.
         self.queue = WriteQueue(lambda: self.now)
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -113,11 +113,11 @@ async def test_a_broadcast_to_a_thousand_is_written_in_slices(wire: Wire):
     assert all(socket.got == ["a flood"] for socket, _ in peers)
     turns = [turn for turn, socket in wire.writes if socket is not robot]
     assert max(map(turns.count, set(turns))) <= PER_SLICE + 1
-    # As long a pause as it worked: between two slices everything else has several turns.
+    # A pause of the length of a slice follows each slice, so that other work has several turns.
     assert turns[-1] - turns[0] >= 2 * len(peers) / PER_SLICE
 
 
-async def test_frames_of_a_peer_keep_their_order_whichever_way_they_go(wire: Wire):
+async def test_frames_of_a_peer_keep_their_order_on_every_path(wire: Wire):
     socket, outbox = wire.peer()
     for number in range(4):
         outbox.put(str(number), is_urgent=number != 1)
@@ -140,7 +140,7 @@ async def test_frames_of_a_peer_keep_their_order_whichever_way_they_go(wire: Wir
     assert socket.ending == "over"
 
 
-async def test_a_peer_that_does_not_read_is_cut_at_its_limit(wire: Wire):
+async def test_a_peer_that_does_not_read_is_disconnected_at_its_limit(wire: Wire):
     slow, to_slow = wire.peer(messages=3)
     other, to_other = wire.peer()
     slow.unread = 1
@@ -152,7 +152,7 @@ async def test_a_peer_that_does_not_read_is_cut_at_its_limit(wire: Wire):
     assert other.got == ["on time"]
     assert not to_slow.is_aborted
     await asyncio.sleep(0.01)
-    to_slow.put("3", is_urgent=False)  # one is being written, three wait
+    to_slow.put("3", is_urgent=False)  # One frame is being written and three frames wait.
     to_slow.put("4", is_urgent=False)
     assert to_slow.is_aborted
     assert slow.ending == "aborted"

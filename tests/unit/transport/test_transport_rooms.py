@@ -1,4 +1,4 @@
-"""The room table by itself: no sockets, no clock."""
+"""Room table without sockets and without a clock."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,18 +19,18 @@ PRODUCER, CONSUMER = ParticipantRole.PRODUCER, ParticipantRole.CONSUMER
 @pytest.fixture
 def table() -> RoomTable:
     table = RoomTable()
-    for place in (ARM, CAMERA):
-        table.create(place, now=0.0)
+    for path in (ARM, CAMERA):
+        table.create(path, now=0.0)
     return table
 
 
-def told(effects) -> list[tuple[object, str]]:
-    """Who is told what, as (connection, type)."""
-    return [(who, effect.message.type) for effect in effects if isinstance(effect, Send) for who in effect.to]
+def recipients(effects) -> list[tuple[object, str]]:
+    """Return the connection and message type of each sent message."""
+    return [(peer, effect.message.type) for effect in effects if isinstance(effect, Send) for peer in effect.to]
 
 
 def closed(effects) -> set[object]:
-    return {who for effect in effects if isinstance(effect, Close) for who in effect.to}
+    return {peer for effect in effects if isinstance(effect, Close) for peer in effect.to}
 
 
 def test_one_id_may_be_producer_and_consumer_of_one_room(table):
@@ -39,16 +39,16 @@ def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.leave("a")
     assert (table.get(ARM).producer, table.get(ARM).consumers) == (None, ["me"])
     stop = websocket.receive_message(table, "b", protocol.EmergencyStopMessage(), 0.0)
-    assert told(stop) == [("b", "emergency_stop")]
+    assert recipients(stop) == [("b", "emergency_stop")]
 
 
-def test_a_broadcast_is_one_effect_however_many_listen(table):
+def test_a_broadcast_is_one_effect_for_any_number_of_consumers(table):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     for number in range(5):
         table.join(number, ARM, Join(f"c{number}", CONSUMER), 0.0)
     effects = websocket.receive_message(table, "p", JointUpdate(({"name": "Jaw", "value": 1},)), 0.0)
     assert len(effects) == 1
-    assert [who for who, _ in told(effects)] == [0, 1, 2, 3, 4]
+    assert [peer for peer, _ in recipients(effects)] == [0, 1, 2, 3, 4]
 
 
 def test_rooms_participants_and_joint_names_have_limits():
@@ -56,7 +56,7 @@ def test_rooms_participants_and_joint_names_have_limits():
     table.create(ARM, 0.0)
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     many = JointUpdate(tuple({"name": f"j{number}", "value": 1} for number in range(4)))
-    assert told(websocket.receive_message(table, "p", many, 0.0)) == [("p", "error")]
+    assert recipients(websocket.receive_message(table, "p", many, 0.0)) == [("p", "error")]
     assert table.get(ARM).joints == {}
     with pytest.raises(WireError, match="4 joint names in one room; the limit is 3"):
         websocket.publish_joints(table, table.get(ARM), many.data, "api", None)
@@ -71,21 +71,21 @@ def test_rooms_participants_and_joint_names_have_limits():
     assert not closed(table.join("b", ARM, Join("b", CONSUMER), 0.0))
 
 
-def test_one_owner_leaves_rooms_and_seats_for_others():
+def test_one_owner_cannot_take_all_rooms_and_places():
     table = RoomTable(RoomLimits(per_owner=2))
     first, second, third = (RoomPath(Kind.ROBOTICS, "w", name) for name in "abc")
-    for place in (first, second, first):
-        table.create(place, 0.0, owner="ann")
+    for path in (first, second, first):
+        table.create(path, 0.0, owner="ann")
     with pytest.raises(TooManyRooms, match="2 rooms are of this owner"):
         table.create(third, 0.0, owner="ann")
     table.create(third, 0.0, owner="bob")
-    for place, name in ((first, "a"), (second, "b")):
-        assert not closed(table.join(name, place, Join(name, CONSUMER), 0.0))
+    for path, name in ((first, "a"), (second, "b")):
+        assert not closed(table.join(name, path, Join(name, CONSUMER), 0.0))
     assert closed(table.join("c", first, Join("c", CONSUMER), 0.0)) == {"c"}
     assert not closed(table.join("d", third, Join("d", CONSUMER), 0.0))
 
 
-def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
+def test_only_idle_and_empty_rooms_are_removed(table):
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
     assert table.remove_idle(now=3600.0, idle=3600.0) == []
     assert table.remove_idle(now=3601.0, idle=3600.0) == [CAMERA]
@@ -95,14 +95,14 @@ def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
 
 
 @pytest.mark.parametrize("message", [protocol.Heartbeat(), protocol.StatusUpdate(), JointUpdate(())])
-def test_any_message_keeps_a_room_from_being_cleaned(table, message):
+def test_any_message_keeps_a_room_from_removal(table, message):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     websocket.receive_message(table, "p", message, 50.0)
     table.leave("p")
     assert ARM not in table.remove_idle(now=100.0, idle=60.0)
 
 
-def test_a_producers_settings_are_kept_and_a_consumers_are_not(table):
+def test_only_the_settings_of_a_producer_are_stored(table):
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     table.join("c", CAMERA, Join("c", CONSUMER), 0.0)
     websocket.receive_message(table, "c", protocol.VideoConfigUpdate({"framerate": 5}), 0.0)
@@ -112,12 +112,12 @@ def test_a_producers_settings_are_kept_and_a_consumers_are_not(table):
 
 
 @pytest.mark.parametrize("update", [{"framerate": 0}, {"encoding": "x264"}, {"resolution": "big"}, {"quality": [1]}])
-def test_settings_that_do_not_fit_are_told_but_not_kept(table, update):
+def test_invalid_settings_are_relayed_but_not_stored(table, update):
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     table.join("c", CAMERA, Join("c", CONSUMER), 0.0)
     before = table.get(CAMERA).config
     effects = websocket.receive_message(table, "p", protocol.VideoConfigUpdate(update), 0.0)
-    assert told(effects) == [("c", "video_config_update")]
+    assert recipients(effects) == [("c", "video_config_update")]
     assert table.get(CAMERA).config == before
 
 
@@ -157,8 +157,8 @@ frames = st.sampled_from(
 )
 
 
-class Life(RuleBasedStateMachine):
-    """Any order of making, deleting, joining, speaking and leaving; connections are numbers."""
+class RoomLifecycle(RuleBasedStateMachine):
+    """Any order of create, delete, join, send and leave. Connections are numbers."""
 
     connections = Bundle("connections")
 
@@ -170,36 +170,36 @@ class Life(RuleBasedStateMachine):
 
     def check(self, effects):
         for effect in effects:
-            assert set(effect.to) <= self.live, "somebody who is gone was told something"
-            assert len(set(effect.to)) == len(effect.to), "somebody was told twice"
+            assert set(effect.to) <= self.live, "a message was sent to a closed connection"
+            assert len(set(effect.to)) == len(effect.to), "a message was sent twice"
             if isinstance(effect, Close):
                 self.live -= set(effect.to)
 
-    @rule(place=places)
-    def create(self, place):
+    @rule(path=places)
+    def create(self, path):
         try:
-            self.table.create(place, 0.0)
+            self.table.create(path, 0.0)
         except TooManyRooms:
             assert len(self.table.rooms) == 3
 
-    @rule(place=places)
-    def delete(self, place):
+    @rule(path=places)
+    def delete(self, path):
         try:
-            self.check(self.table.delete(place))
+            self.check(self.table.delete(path))
         except UnknownRoom:
-            assert place not in self.table.rooms
+            assert path not in self.table.rooms
 
-    @rule(target=connections, place=places, who=ids, role=st.sampled_from(ParticipantRole))
-    def join(self, place, who, role):
+    @rule(target=connections, path=places, who=ids, role=st.sampled_from(ParticipantRole))
+    def join(self, path, who, role):
         self.made += 1
         self.live.add(self.made)
-        self.check(self.table.join(self.made, place, Join(who, role), 0.0))
+        self.check(self.table.join(self.made, path, Join(who, role), 0.0))
         return self.made
 
     @rule(connection=connections, message=frames)
-    def speak(self, connection, message):
+    def send(self, connection, message):
         effects = websocket.receive_message(self.table, connection, message, 0.0)
-        assert connection in self.live or not effects, "a connection without a seat was heard"
+        assert connection in self.live or not effects, "a message of a connection outside of all rooms had an effect"
         self.check(effects)
         self.check(websocket.refuse_message(self.table, connection, WireError("x", "joint_update")))
 
@@ -208,28 +208,28 @@ class Life(RuleBasedStateMachine):
         self.live.discard(connection)
         self.check(self.table.leave(connection))
 
-    @rule(place=places, who=ids, other=ids, kind=st.sampled_from(["offer", "answer", "ice"]))
-    def signal(self, place, who, other, kind):
+    @rule(path=places, who=ids, other=ids, kind=st.sampled_from(["offer", "answer", "ice"]))
+    def signal(self, path, who, other, kind):
         signal = {"type": kind, "sdp": "", "candidate": {}, "target_consumer": other, "target_producer": other}
         try:
-            _, effects = websocket.relay_signal(self.table, place, who, signal)
+            _, effects = websocket.relay_signal(self.table, path, who, signal)
         except UnknownRoom:
             return
         self.check(effects)
 
     @invariant()
-    def everybody_listed_is_connected_and_everybody_connected_is_listed(self):
+    def listed_participants_equal_connected_participants(self):
         listed = 0
         for room in self.table.rooms.values():
-            seats = self.table.participants(room)
+            participants = self.table.participants(room)
             names = [*([room.producer] if room.producer else []), *room.consumers]
-            assert [seat.id for seat in seats] == names
-            assert {seat.connection for seat in seats} <= self.live
+            assert [participant.id for participant in participants] == names
+            assert {participant.connection for participant in participants} <= self.live
             listed += len(names)
         assert listed == len(self.live) == sum(self.table.connections(kind) for kind in Kind)
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(
+TestRoomLifecycle = RoomLifecycle.TestCase
+TestRoomLifecycle.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,4 +1,4 @@
-"""Messages to bytes and back, and what is no message."""
+"""Encoding and decoding of messages, and refusal of invalid messages."""
 
 import json
 import traceback
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from service.transport import protocol
 from service.transport.protocol import Join, JointUpdate, ParticipantRole, Unknown, WireError
 
-KNOWN = [kind for kind in get_args(protocol.Message) if kind not in (Unknown, protocol.JoinRefusal)]
+MESSAGES = [kind for kind in get_args(protocol.Message) if kind not in (Unknown, protocol.JoinRefusal)]
 
-# Examples are slow to make on a loaded machine, which is no failure.
+# Examples take long to generate on a loaded machine, which must not fail the test.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 names = st.text(min_size=1, max_size=protocol.MAX_NAME)
 text = st.text(max_size=30)
@@ -56,20 +56,20 @@ def field(kind: type, name: str) -> st.SearchStrategy:
 
 
 any_message = st.one_of(
-    [st.builds(kind, **{entry.name: field(kind, entry.name) for entry in fields(kind)}) for kind in KNOWN]
+    [st.builds(kind, **{entry.name: field(kind, entry.name) for entry in fields(kind)}) for kind in MESSAGES]
 )
 
 
 @patient
 @given(any_message)
-def test_what_is_built_parses_to_the_same_message(message):
+def test_an_encoded_message_parses_to_the_same_message(message):
     assert protocol.parse_message(protocol.build_message(message)) == message
     assert protocol.parse_message(protocol.build_message(message).encode()) == message
 
 
 @patient
 @given(st.builds(Join, participant_id=names, role=st.sampled_from(ParticipantRole)))
-def test_a_join_survives_the_wire_without_a_type(join):
+def test_a_join_is_encoded_without_a_type(join):
     built = protocol.build_message(join)
     assert protocol.parse_join(built) == join
     assert json.loads(built).keys() == {"participant_id", "role"}
@@ -79,14 +79,14 @@ def test_a_join_survives_the_wire_without_a_type(join):
 @given(any_message)
 def test_only_a_missing_timestamp_is_filled_in(message):
     found = json.loads(protocol.build_message(message, "2025-01-01T00:00:00+00:00"))
-    own = getattr(message, "timestamp", None)
+    timestamp = getattr(message, "timestamp", None)
     if "timestamp" in {entry.name for entry in fields(message)}:
-        assert found["timestamp"] == (own if own is not None else "2025-01-01T00:00:00+00:00")
+        assert found["timestamp"] == (timestamp if timestamp is not None else "2025-01-01T00:00:00+00:00")
     else:
         assert "timestamp" not in found
 
 
-def test_values_are_floats_by_name_and_relayed_as_they_came():
+def test_joint_values_are_floats_and_are_relayed_unchanged():
     twice = '{"type":"joint_update","data":[{"name":"Jaw","value":1},{"name":"Jaw","value":2}]}'
     update = protocol.parse_message(twice)
     assert update.values == {"Jaw": 2.0}
@@ -111,7 +111,7 @@ anything = st.one_of(
 
 @patient
 @given(anything)
-def test_anything_else_raises_wire_error_and_nothing_else(raw):
+def test_invalid_input_raises_only_wire_error(raw):
     for read in (protocol.parse_message, protocol.parse_join, protocol.decode):
         with suppress(WireError):
             read(raw)
@@ -129,7 +129,7 @@ def test_anything_else_raises_wire_error_and_nothing_else(raw):
         '{"type":"heartbeat","a":[' + "0," * 4096 + "0]}",
     ],
 )
-def test_a_frame_that_is_no_object_is_a_wire_error_without_type(raw):
+def test_a_frame_that_is_not_an_object_is_an_error_without_type(raw):
     with pytest.raises(WireError) as caught:
         protocol.parse_message(raw)
     assert caught.value.type is None
@@ -148,7 +148,7 @@ def test_a_frame_that_is_no_object_is_a_wire_error_without_type(raw):
         '[{"name":"' + "J" * 101 + '","value":1}]',
     ],
 )
-def test_a_broken_joint_update_is_a_wire_error_that_knows_its_type(data):
+def test_an_invalid_joint_update_is_an_error_with_its_type(data):
     with pytest.raises(WireError) as caught:
         protocol.parse_message('{"type":"joint_update","data":' + data + "}")
     assert caught.value.type == "joint_update"
@@ -164,7 +164,7 @@ def test_a_broken_joint_update_is_a_wire_error_that_knows_its_type(data):
         ('{"type":["x"]}', "['x']"),
     ],
 )
-def test_a_type_that_is_not_of_this_wire_is_unknown(raw, kind):
+def test_an_unknown_type_becomes_an_unknown_message(raw, kind):
     assert protocol.parse_message(raw) == Unknown(kind)
 
 
@@ -178,12 +178,12 @@ def test_an_emergency_stop_is_never_refused_for_its_fields(value):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
-def test_what_is_not_json_is_never_built(value):
+def test_a_value_that_is_not_json_is_never_encoded(value):
     with pytest.raises(WireError):
         protocol.build_message(JointUpdate(({"name": "Jaw", "value": value},)))
 
 
-def test_an_unpaired_surrogate_neither_breaks_building_nor_parsing():
+def test_an_unpaired_surrogate_is_encoded_and_parsed():
     message = protocol.EmergencyStopMessage("\ud800")
     built = protocol.build_message(message)
     built.encode()
@@ -191,7 +191,7 @@ def test_an_unpaired_surrogate_neither_breaks_building_nor_parsing():
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "text"),
+    ("kind", "values", "text"),
     [
         ("joined", {"room_id": "r", "role": "boss"}, "role: found str: Input should be 'producer' or 'consumer'"),
         ("joined", {"role": "producer"}, "room_id: found nothing: "),
@@ -205,9 +205,9 @@ def test_an_unpaired_surrogate_neither_breaks_building_nor_parsing():
         ("heartbeat_ack", {"timestamp": 7}, "timestamp: found int: "),
     ],
 )
-def test_an_error_says_which_field_and_what_was_found_and_wanted(kind, given, text):
+def test_an_error_names_the_field_the_value_and_the_expectation(kind, values, text):
     with pytest.raises(WireError) as caught:
-        protocol.parse_message(json.dumps({"type": kind, **given}))
+        protocol.parse_message(json.dumps({"type": kind, **values}))
     assert caught.value.type == kind
     assert str(caught.value).startswith(f"{kind}.{text}")
 
@@ -221,15 +221,15 @@ def test_an_error_says_which_field_and_what_was_found_and_wanted(kind, given, te
         '{"type":"status_update","status":{"\\ud800":[]},KEY}',
     ],
 )
-def test_half_a_surrogate_pair_is_refused_nowhere(raw, key):
+def test_an_unpaired_surrogate_is_accepted_in_any_place(raw, key):
     plain = protocol.parse_message(raw.replace(",KEY", ""))
     assert not isinstance(plain, Unknown)
     assert protocol.parse_message(raw.replace("KEY", key)) == plain
     assert protocol.parse_join('{"participant_id":"\\ud800","role":"producer",KEY}'.replace("KEY", key)).participant_id
 
 
-def test_an_error_of_the_wire_does_not_hold_what_was_sent():
-    secret = "ses" + "ame"  # so that it stands in no line of this file
+def test_a_wire_error_does_not_contain_the_sent_values():
+    secret = "ses" + "ame"  # Split, because the traceback quotes lines of this file.
     with pytest.raises(WireError) as caught:
         protocol.parse_message('{"type":"joined","room_id":{"a":"SECRET"},"role":"producer"}'.replace("SECRET", secret))
     assert caught.value.type == "joined"

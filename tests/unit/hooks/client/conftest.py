@@ -1,4 +1,4 @@
-"""Stub Hubs that return the secret of a webhook, or only whether it has one."""
+"""Fixtures: stub Hubs that return the secret of a webhook, or only whether it has a secret."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def client(stub) -> WebhooksClient:
 
 @pytest.fixture
 def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
-    """End the time limit of a call when this failure holds its answer back, because a busy machine may send late."""
+    """End the time limit of a call when this failure delays its answer, because a busy machine may send late."""
 
     def set_limit(failure: Failure) -> None:
         def within(seconds: float, work: Callable[[], Result]) -> Result:

@@ -15,17 +15,17 @@ def ensure(hub):
     """Call ``ensure`` as a script does at each start, and return the effects of its requests."""
 
     def call(**more) -> list[str]:
-        already = len(hub.requests)
-        wanted = {"url": URL, "watched": ["model:someone/arm"], "secret": SECRET}
-        made = WebhooksClient(hub.url, "hf_token").ensure(**wanted | more)
-        paths = [request.path.removeprefix(ROOT) for request in hub.requests[already:] if request.method == "POST"]
-        done = {"": "created", f"/{made.id}": "updated", f"/{made.id}/enable": "enabled"}
-        return [done[path] for path in paths] or ["unchanged"]
+        before = len(hub.requests)
+        arguments = {"url": URL, "watched": ["model:someone/arm"], "secret": SECRET}
+        webhook = WebhooksClient(hub.url, "hf_token").ensure(**arguments | more)
+        paths = [request.path.removeprefix(ROOT) for request in hub.requests[before:] if request.method == "POST"]
+        effects = {"": "created", f"/{webhook.id}": "updated", f"/{webhook.id}/enable": "enabled"}
+        return [effects[path] for path in paths] or ["unchanged"]
 
     return call
 
 
-def the_one(hub):
+def only_webhook(hub):
     (webhook,) = hub.webhooks.values()
     return webhook
 
@@ -34,13 +34,13 @@ def methods(hub) -> list[str]:
     return [request.method for request in hub.requests]
 
 
-def test_it_is_made_once_and_its_secret_is_sent_each_time(hub, ensure):
+def test_ensure_creates_once_and_sends_the_secret_each_time(hub, ensure):
     assert ensure() == ["created"]
-    the_one(hub).secret = "somebody-else-s"
+    only_webhook(hub).secret = "another-secret"
     assert ensure() == ["updated"]
-    assert the_one(hub).secret == SECRET
+    assert only_webhook(hub).secret == SECRET
     assert ensure(secret=None) == ["unchanged"]
-    assert the_one(hub).domains == ["repo", "discussion"]
+    assert only_webhook(hub).domains == ["repo", "discussion"]
 
 
 def test_only_fields_that_differ_are_changed(hub, ensure):
@@ -48,22 +48,22 @@ def test_only_fields_that_differ_are_changed(hub, ensure):
     for change in ({"watched": "org:someone"}, {"watched": "org:someone", "domains": ["repo"]}):
         assert ensure(secret=None, **change) == ["updated"]
         assert ensure(secret=None, **change) == ["unchanged"]
-    assert (the_one(hub).watched, the_one(hub).domains) == ([{"type": "org", "name": "someone"}], ["repo"])
+    assert (only_webhook(hub).watched, only_webhook(hub).domains) == ([{"type": "org", "name": "someone"}], ["repo"])
     assert ensure() == ["updated"]
-    assert the_one(hub).domains == ["repo"], "without the argument, the domains stay"
+    assert only_webhook(hub).domains == ["repo"], "the domains stay if the argument is missing"
 
 
 @pytest.mark.parametrize("disabled", [True, SUSPENDED])
 def test_a_disabled_webhook_is_enabled(hub, ensure, disabled):
     ensure(secret=None)
-    the_one(hub).disabled = disabled
+    only_webhook(hub).disabled = disabled
     assert ensure(secret=None) == ["enabled"]
-    the_one(hub).disabled = disabled
+    only_webhook(hub).disabled = disabled
     assert ensure() == ["updated", "enabled"]
-    assert the_one(hub).disabled is False
+    assert only_webhook(hub).disabled is False
 
 
-def test_two_that_send_to_the_address_are_an_error_that_names_them(hub, ensure):
+def test_two_webhooks_with_the_same_address_are_an_error(hub, ensure):
     client = WebhooksClient(hub.url, "hf_token")
     ids = [client.create_webhook(url=URL, watched="model:someone/arm").id for _ in range(2)]
     client.create_webhook(url=f"{URL}/other", watched="model:someone/arm")
@@ -74,15 +74,15 @@ def test_two_that_send_to_the_address_are_an_error_that_names_them(hub, ensure):
 
 
 @pytest.mark.parametrize("how", [500, "cut", "stall"])
-def test_one_that_was_made_before_its_answer_broke_off_is_found(hub, ensure, how, limit_ends_at):
+def test_a_webhook_whose_creation_lost_its_answer_is_found(hub, ensure, how, limit_ends_at):
     if how == 500:
         WebhooksClient(hub.url, "hf_token").create_webhook(url=URL, watched="model:someone/arm")
-        made, answer = dict(hub.webhooks), hub.answer
+        webhook, answer = dict(hub.webhooks), hub.answer
         hub.webhooks.clear()
 
         def make_and_fail(request):
             if request.method == "POST" and not hub.webhooks:
-                hub.webhooks.update(made)
+                hub.webhooks.update(webhook)
                 hub.script("POST /api/settings/webhooks$", 500, 1)
             return answer(request)
 
@@ -95,11 +95,11 @@ def test_one_that_was_made_before_its_answer_broke_off_is_found(hub, ensure, how
     assert ensure() == ["created", "updated"]
     assert methods(hub) == ["GET", "POST", "GET", "POST"]
     assert len(hub.webhooks) == 1
-    assert the_one(hub).secret == SECRET
+    assert only_webhook(hub).secret == SECRET
 
 
 @pytest.mark.parametrize("how", ["hang", "drop", 429, 503])
-def test_one_that_was_not_made_is_asked_for_again_after_a_look(hub, ensure, how, limit_ends_at):
+def test_a_failed_creation_is_repeated_after_a_check(hub, ensure, how, limit_ends_at):
     failure = hub.script("POST", how, 1, **({"retry_after": 0} if how == 429 else {}))
     if how == "hang":
         limit_ends_at(failure)
@@ -108,14 +108,14 @@ def test_one_that_was_not_made_is_asked_for_again_after_a_look(hub, ensure, how,
     assert len(hub.webhooks) == 1
 
 
-def test_a_secret_that_can_be_guessed_is_refused(hub, ensure):
+def test_a_short_secret_is_refused(hub, ensure):
     with pytest.raises(InvalidWebhook, match="at least 16"):
         ensure(secret="my-secret")
     assert hub.requests == []
 
 
-def test_a_job_of_the_hub_has_to_be_named_by_its_webhook(hub, ensure):
+def test_a_second_webhook_of_a_job_needs_its_webhook_id(hub, ensure):
     assert ensure(url=None, job_id="687f") == ["created"]
     with pytest.raises(HubTrouble, match="choose a webhook with webhook_id"):
         ensure(url=None, job_id="687f")
-    assert ensure(url=None, job_id="687f", webhook_id=the_one(hub).id, secret=None) == ["updated"]
+    assert ensure(url=None, job_id="687f", webhook_id=only_webhook(hub).id, secret=None) == ["updated"]

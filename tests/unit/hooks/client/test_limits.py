@@ -1,4 +1,4 @@
-"""A Hub that hangs, refuses or breaks off: how long a call takes, and which requests are repeated."""
+"""A Hub that hangs, refuses or disconnects: duration of calls, and repeated requests."""
 
 import asyncio
 import subprocess
@@ -43,7 +43,7 @@ async def test_a_hanging_hub_does_not_block_the_event_loop(stub, pauses):
             await call
 
 
-def test_a_program_ends_although_the_hub_still_hangs(stub):
+def test_a_program_ends_while_the_hub_hangs(stub):
     stub.script("GET", "hang", None)
     program = f"""
 import asyncio
@@ -58,8 +58,8 @@ asyncio.run(main())
     assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=90) == "left\n"
 
 
-def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
-    """An address look-up has no limit: when it ends after the limit of the call, nothing may be sent."""
+def test_nothing_is_sent_after_the_time_limit(stub, monkeypatch):
+    """An address look-up has no time limit. If it ends after the limit of the call, nothing may be sent."""
     found, done = threading.Event(), threading.Event()
     session = huggingface_hub.get_session()
     request = session.request
@@ -96,7 +96,7 @@ def test_idempotent_requests_are_repeated(stub, client, how):
         assert len(stub.requests) == 2
 
 
-def test_a_429_is_waited_for_as_long_as_it_asks(stub, client, pauses):
+def test_retry_after_of_a_429_is_respected(stub, client, pauses):
     stub.script("GET", 429, 1, retry_after=1)
     began = time.monotonic()
     assert client.list_webhooks() == []
@@ -119,7 +119,7 @@ def test_a_refusal_or_a_long_wait_is_an_error_at_once(stub, client, pauses, stat
 
 
 @pytest.mark.parametrize("how", [429, 500, 503, "drop", "hang", "cut"])
-def test_a_webhook_is_never_asked_for_twice(stub, client, how, limit_ends_at):
+def test_the_creation_of_a_webhook_is_never_repeated(stub, client, how, limit_ends_at):
     failure = stub.script("POST", how, None)
     if how == "hang":
         limit_ends_at(failure)
@@ -128,7 +128,7 @@ def test_a_webhook_is_never_asked_for_twice(stub, client, how, limit_ends_at):
     assert [request.method for request in stub.requests] == ["POST"]
 
 
-def test_a_deletion_that_was_done_before_its_answer_broke_off_is_done(stub, client):
+def test_a_deletion_whose_answer_is_lost_succeeds(stub, client):
     made = client.create_webhook(url=URL, watched="model:someone/arm")
     stub.requests.clear()
     stub.script("DELETE", 500, 1)
@@ -137,7 +137,7 @@ def test_a_deletion_that_was_done_before_its_answer_broke_off_is_done(stub, clie
     assert [request.method for request in stub.requests] == ["DELETE", "DELETE"]
 
 
-def test_a_hub_that_is_not_there_is_said(stub, client):
+def test_an_unreachable_hub_is_reported(stub, client):
     stub.close()
     with pytest.raises(HubUnreachable, match="cannot be reached") as caught:
         client.list_webhooks()
@@ -145,7 +145,7 @@ def test_a_hub_that_is_not_there_is_said(stub, client):
     assert not caught.value.was_sent
 
 
-def test_offline_mode_is_said(stub, client, monkeypatch):
+def test_offline_mode_is_reported(stub, client, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
     with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE"):
         client.create_webhook(url=URL, watched="model:someone/arm")
@@ -161,7 +161,7 @@ def test_offline_mode_is_said(stub, client, monkeypatch):
         ({"RateLimit": '"api";r=9;t=55'}, None),
     ],
 )
-def test_what_an_answer_asks_for(headers, seconds):
+def test_retry_after_is_read_from_the_headers(headers, seconds):
     now = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
     assert read_retry_after(headers, now=now) == seconds
 

@@ -1,4 +1,4 @@
-"""The seven operations and replay, against a Hub: what reaches it, and what comes back."""
+"""The seven operations and replay: requests to a stub Hub and their results."""
 
 import inspect
 import json
@@ -33,14 +33,14 @@ def wire(hub) -> list[tuple[str, str, object]]:
 
 
 def _functions(endpoint: str) -> SimpleNamespace:
-    where = {"endpoint": endpoint, "token": "hf_token"}
+    options = {"endpoint": endpoint, "token": "hf_token"}
     names = [name for name in management.__all__ if name.endswith(("_webhook", "_webhooks"))]
-    return SimpleNamespace(**{name: partial(getattr(management, name), **where) for name in names})
+    return SimpleNamespace(**{name: partial(getattr(management, name), **options) for name in names})
 
 
-@pytest.mark.parametrize("of", [WebhooksClient, AsyncWebhooksClient, _functions])
-async def test_a_webhook_from_its_making_to_its_end(hub, of):
-    client = _functions(hub.url) if of is _functions else of(hub.url, "hf_token")
+@pytest.mark.parametrize("make_client", [WebhooksClient, AsyncWebhooksClient, _functions])
+async def test_a_webhook_is_created_changed_and_deleted(hub, make_client):
+    client = _functions(hub.url) if make_client is _functions else make_client(hub.url, "hf_token")
 
     async def ask(name, *arguments, **named):
         result = getattr(client, name)(*arguments, **named)
@@ -76,20 +76,23 @@ async def test_a_webhook_from_its_making_to_its_end(hub, of):
         ("list_webhooks", {}),
     ],
 )
-def test_what_is_sent_is_what_huggingface_hub_sends(stub, client, name, arguments):
-    theirs = HfApi(stub.url, "hf_token")
+def test_requests_equal_those_of_huggingface_hub(stub, client, name, arguments):
+    reference = HfApi(stub.url, "hf_token")
     for _ in range(2):
-        theirs.create_webhook(url=URL, watched=[{"type": "model", "name": "someone/arm"}])
+        reference.create_webhook(url=URL, watched=[{"type": "model", "name": "someone/arm"}])
     stub.requests.clear()
     getattr(client, name)(**arguments)
-    (ours,) = wire(stub)
+    (request,) = wire(stub)
     if name == "delete_webhook":
-        arguments, ours = {"webhook_id": f"{2:024x}"}, (ours[0], ours[1].replace(f"{1:024x}", f"{2:024x}"), ours[2])
-    getattr(theirs, name)(**arguments)
-    assert [ours] == wire(stub)
+        arguments, request = (
+            {"webhook_id": f"{2:024x}"},
+            (request[0], request[1].replace(f"{1:024x}", f"{2:024x}"), request[2]),
+        )
+    getattr(reference, name)(**arguments)
+    assert [request] == wire(stub)
 
 
-def test_an_update_of_the_url_alone_keeps_what_is_watched(hub):
+def test_an_update_of_only_the_url_keeps_the_watched_items(hub):
     client = WebhooksClient(hub.url, "hf_token")
     made = client.create_webhook(**ALL | {"domains": ["repo"]})
     changed = client.update_webhook(made.id, url=f"{URL}/new")
@@ -102,7 +105,7 @@ def test_an_update_of_the_url_alone_keeps_what_is_watched(hub):
     assert client.get_webhook(made.id).watched == []
 
 
-def test_an_update_refuses_to_watch_nothing_unless_it_is_meant(stub, client):
+def test_an_update_that_watches_nothing_needs_allow_empty(stub, client):
     made = client.create_webhook(**ALL)
     with pytest.raises(InvalidWebhook, match="allow_empty=True"):
         client.update_webhook(made.id, watched=[])
@@ -110,7 +113,7 @@ def test_an_update_refuses_to_watch_nothing_unless_it_is_meant(stub, client):
     assert client.update_webhook(made.id, watched=[], allow_empty=True).watched == []
 
 
-def test_a_job_is_given_its_secrets(stub, client):
+def test_a_job_receives_its_secrets(stub, client):
     made = client.create_webhook(job_id="687f", watched="model:someone/arm", secrets={"HF_TOKEN": "hf_1", "A": "1"})
     assert made.url is None
     assert made.job is not None
@@ -130,12 +133,12 @@ def test_an_unknown_webhook_is_an_error_of_both_libraries(stub, client):
 
 
 @pytest.mark.parametrize(
-    ("token", "said"), [("hf_wrong", "401"), (False, "hf auth login"), (True, "hf auth login"), (None, "HF_TOKEN")]
+    ("token", "message"), [("hf_wrong", "401"), (False, "hf auth login"), (True, "hf auth login"), (None, "HF_TOKEN")]
 )
-def test_a_token_that_is_wrong_or_missing_says_what_to_do(stub, token, said):
+def test_a_wrong_or_missing_token_is_an_error_with_a_remedy(stub, token, message):
     with pytest.raises(HubTrouble) as caught:
         WebhooksClient(stub.url, token).list_webhooks()
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_token_precedence_is_call_then_client_then_environment(stub, monkeypatch):
@@ -146,14 +149,14 @@ def test_token_precedence_is_call_then_client_then_environment(stub, monkeypatch
     assert stub.requests[-1].headers["user-agent"].startswith("robojax/")
 
 
-def test_a_token_that_cannot_be_sent_is_not_told():
+def test_an_invalid_token_is_not_shown():
     with pytest.raises(InvalidWebhook) as caught:
         WebhooksClient("http://127.0.0.1:9", "hf_one\nhf_two").list_webhooks()
     assert "hf_one" not in str(caught.value)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'"text"', b'{"webhook": 5}', b"{}"])
-def test_an_answer_that_is_none_is_said(stub, client, body, monkeypatch):
+def test_an_invalid_answer_is_reported(stub, client, body, monkeypatch):
     monkeypatch.setattr(stub.webhooks, "_one", lambda webhook: Answer(200, body))
     with pytest.raises(HubTrouble, match="answered"):
         client.create_webhook(**ALL)
@@ -170,20 +173,20 @@ def test_no_secret_is_in_a_log_or_an_error(hub, caplog, monkeypatch):
             client.update_webhook(made.id, secret=SECRET, url=URL)
             client.create_webhook(job_id="687f", watched=WATCHED, secrets={"A": "of-the-job"})
             hub.script("POST", 400)
-            message = f"secret {SECRET} is not good"  # as a server that repeats the request
+            message = f"secret {SECRET} is not good"  # Some servers repeat the request in the error.
             monkeypatch.setattr("tests.testing.stub_hub.hub.Refusal", lambda status, *_: Refusal(status, message))
             with pytest.raises(HubRefused) as caught:
                 client.create_webhook(**ALL)
         finally:
             logging.getLogger("huggingface_hub").removeHandler(caplog.handler)
     error = caught.value
-    told = "".join([caplog.text, str(error), repr(error), str(error.server_message), repr(client)])
-    assert [secret for secret in (SECRET, "of-the-job", "hf_token") if secret in told] == []
+    text = "".join([caplog.text, str(error), repr(error), str(error.server_message), repr(client)])
+    assert [secret for secret in (SECRET, "of-the-job", "hf_token") if secret in text] == []
     assert "curl" in caplog.text
     assert "********" in str(error)
 
 
-def test_a_replay_gives_the_status_of_the_receiver(stub, client, monkeypatch):
+def test_a_replay_returns_the_status_of_the_receiver(stub, client, monkeypatch):
     made = client.create_webhook(url=URL, watched="model:someone/arm")
     monkeypatch.setattr(stub.webhooks, "_replay", lambda webhook, log: {"good": 200, "bad": 503}[log])
     assert client.replay(made.id, "good") == 200

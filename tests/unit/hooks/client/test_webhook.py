@@ -1,4 +1,4 @@
-"""What a webhook may be made of, what is shown of one, where its secret comes from; and no secret in sight."""
+"""Fields of a webhook, its display without secrets, and the source of its secret."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"url": URL, "job_id": "687f"}, "Set `url` or `job_id` but not both."),
         ({}, "Missing argument for webhook: `url` or `job_id`."),
@@ -51,16 +51,16 @@ JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN"
         ({"url": URL, "secret": "my-secret", "shortest_secret": 16}, "at least 16 visible ASCII characters"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_no_secret_is_told(given, message):
+def test_invalid_arguments_are_refused_without_showing_a_secret(arguments, message):
     with pytest.raises(InvalidWebhook) as caught:
-        make_body(**given, is_new=True)
+        make_body(**arguments, is_new=True)
     assert message in str(caught.value)
     assert isinstance(caught.value, ValueError)
-    assert not given.get("secret") or given["secret"] not in str(caught.value)
+    assert not arguments.get("secret") or arguments["secret"] not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         *({"url": url} for url in (URL, "http://127.0.0.1:8001/x", "http://localhost/x", "http://[::1]:80/x")),
         {"url": "http://robot.local/x", "allow_http": ["ROBOT.local"]},
@@ -72,22 +72,22 @@ def test_what_cannot_be_used_is_refused_and_no_secret_is_told(given, message):
         {"is_new": False, "watched": [], "allow_empty": True},
     ],
 )
-def test_what_can_be_used_is_sent_as_it_was_given(given, caplog):
-    sent = {"jobSourceId" if name == "job_id" else name: value for name, value in given.items()}
+def test_valid_arguments_are_sent_unchanged(arguments, caplog):
+    sent = {"jobSourceId" if name == "job_id" else name: value for name, value in arguments.items()}
     options = {"is_new", "allow_http", "allow_empty"}
-    assert make_body(**{"is_new": True} | given) == {name: sent[name] for name in set(sent) - options}
+    assert make_body(**{"is_new": True} | arguments) == {name: sent[name] for name in set(sent) - options}
     assert not caplog.records
 
 
-def test_watched_items_are_read_in_any_form_each_once():
-    theirs = huggingface_hub.WebhookWatchedItem("model", "someone/arm")
-    ours = WebhookWatchedItem("dataset", "someone/cubes")
-    forms = ["model:someone/arm", {"type": "org", "name": "someone"}, theirs, ours, "org:someone"]
+def test_watched_items_are_read_in_any_form_without_duplicates():
+    hub_item = huggingface_hub.WebhookWatchedItem("model", "someone/arm")
+    item = WebhookWatchedItem("dataset", "someone/cubes")
+    forms = ["model:someone/arm", {"type": "org", "name": "someone"}, hub_item, item, "org:someone"]
     found = read_watched(forms)
     names = [f"{item.type}:{item.name}" for item in found]
     assert names == ["model:someone/arm", "org:someone", "dataset:someone/cubes"]
-    for one in forms:
-        assert len(read_watched(one)) == 1
+    for form in forms:
+        assert len(read_watched(form)) == 1
 
 
 @pytest.mark.parametrize("item", ["arm", ":arm", "model:", "model: arm", {"type": "model"}, {}, 5, None])
@@ -97,7 +97,7 @@ def test_a_watched_item_that_cannot_be_read_is_quoted(item):
     assert repr(item) in str(caught.value)
 
 
-def test_domains_are_read_each_once_and_the_old_name_is_put_right():
+def test_domains_are_read_without_duplicates_and_old_names_renamed():
     assert read_domains(["discussions", "repo", "discussion"]) == ["discussion", "repo"]
     assert read_domains("repo") == ["repo"]
 
@@ -108,7 +108,7 @@ def test_an_id_that_would_be_another_path_is_refused(webhook_id):
         check_webhook_id(webhook_id)
 
 
-def test_a_webhook_is_huggingface_hubs_with_more_and_copies_like_it():
+def test_a_webhook_extends_huggingface_hubs_and_can_be_copied():
     webhook = read_webhook(ANSWER | {"job": JOB})
     assert isinstance(webhook, huggingface_hub.WebhookInfo)
     assert (webhook.id, webhook.url, webhook.secret) == (ANSWER["id"], ANSWER["url"], ANSWER["secret"])
@@ -119,7 +119,7 @@ def test_a_webhook_is_huggingface_hubs_with_more_and_copies_like_it():
     assert asdict(webhook)["watched"] == ANSWER["watched"]
 
 
-def test_no_secret_is_in_what_is_printed():
+def test_printed_webhooks_contain_no_secret():
     webhook = read_webhook(ANSWER | {"job": JOB})
     for text in (repr(webhook), str(webhook), f"{webhook}", repr([webhook])):
         for secret in ("very-secret-indeed", "pass-word-1", "in-the-url", "hf_of-the-job"):
@@ -131,7 +131,7 @@ def test_no_secret_is_in_what_is_printed():
 
 
 @pytest.mark.parametrize(
-    ("more", "name", "value"),
+    ("more", "name", "expected"),
     [
         ({"hasSecret": True}, "has_secret", True),  # Newer Hubs return this field instead of the secret.
         ({"hasSecret": False}, "has_secret", False),
@@ -141,15 +141,15 @@ def test_no_secret_is_in_what_is_printed():
         ({"disabled": "by-an-admin"}, "status", "disabled"),
     ],
 )
-def test_the_state_comes_from_a_bool_or_text(more, name, value):
-    webhook = read_webhook({name: told for name, told in ANSWER.items() if name != "secret"} | more)
-    assert (webhook.secret, getattr(webhook, name)) == (None, value)
+def test_the_state_comes_from_a_bool_or_text(more, name, expected):
+    webhook = read_webhook({name: value for name, value in ANSWER.items() if name != "secret"} | more)
+    assert (webhook.secret, getattr(webhook, name)) == (None, expected)
 
 
 @pytest.mark.parametrize(
     "answer", [None, [], "webhook", {}, ANSWER | {"watched": [5]}, ANSWER | {"job": {"expose": 5}}]
 )
-def test_what_is_no_webhook_is_refused(answer):
+def test_an_answer_that_is_not_a_webhook_is_refused(answer):
     with pytest.raises(HubTrouble, match="the Hub answered"):
         read_webhook(answer)
 
@@ -163,11 +163,11 @@ def test_what_is_no_webhook_is_refused(answer):
         ("https://[::1", "********"),
     ],
 )
-def test_an_address_is_shown_without_what_is_secret_in_it(url, shown):
+def test_an_address_is_shown_without_its_secrets(url, shown):
     assert mask_url(url) == shown
 
 
-def test_a_secret_comes_from_its_file(tmp_path):
+def test_a_secret_is_read_from_its_file(tmp_path):
     (tmp_path / "secret").write_text(" of-the-file\n")
     assert find_secret() is None
     assert find_secret(file=tmp_path / "secret") == "of-the-file"

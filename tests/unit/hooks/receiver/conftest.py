@@ -1,4 +1,4 @@
-"""Serving a receiver in the event loop of a test, and sending to it."""
+"""Helpers that serve a receiver in the event loop of a test and send requests to it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +17,7 @@ from tests.testing.waiting import until
 
 
 @dataclass
-class Told:
+class Reply:
     """A response with its parsed body."""
 
     status: int
@@ -32,22 +32,22 @@ class Sender:
     url: str
     session: aiohttp.ClientSession
 
-    async def post(self, path: str, payload: object = None, *, method: str = "POST", **more: Any) -> Told:
+    async def post(self, path: str, payload: object = None, *, method: str = "POST", **more: Any) -> Reply:
         """Send a request, with the payload as JSON."""
         if payload is not None:
             more["json"] = payload
         async with self.session.request(method, self.url + path, **more) as answer:
             assert answer.content_type == "application/json"
             body = None if method == "HEAD" else await answer.json()
-            return Told(answer.status, body, answer.headers)
+            return Reply(answer.status, body, answer.headers)
 
     async def raw(self, request: bytes, *, whole: bool = False) -> bytes:
         """Send bytes; return the first line of the response, or the whole response."""
         reader, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
         writer.write(request)
-        told = await (reader.read() if whole else reader.readline())
+        response = await (reader.read() if whole else reader.readline())
         writer.close()
-        return told
+        return response
 
 
 @asynccontextmanager

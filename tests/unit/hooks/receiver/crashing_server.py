@@ -1,4 +1,4 @@
-"""A receiver in a process of its own, to be killed: python crashing_server.py FOLDER PORT."""
+"""Receiver in a separate process that a test kills: python crashing_server.py FOLDER PORT."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from hooks.server.serving import build_app, open_listener, serve_app
 
 
 class Outside:
-    """Effects outside the inbox, each made once by the id of its event."""
+    """Store of effects outside the inbox, with at most one effect per event id."""
 
     def __init__(self, path: Path):
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)

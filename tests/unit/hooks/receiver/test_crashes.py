@@ -1,4 +1,4 @@
-"""The receiver is killed at random moments; every event has its effect exactly once and none is lost."""
+"""Receiver that is killed at random times: every event takes effect exactly once."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ PATIENCE = 0.02
 
 
 class Server:
-    """The process that is killed and started again, on the same port and files."""
+    """Server process that is killed and restarted on the same port and files."""
 
     def __init__(self, folder: Path):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -54,11 +54,10 @@ class Server:
 
 
 class Senders:
-    """Deliveries with duplicates, out of order, each sent again like the Hub does until it is acknowledged."""
+    """Senders of shuffled deliveries with duplicates, which repeat each delivery until it is acknowledged."""
 
     def __init__(self, url: str, count: int, chance: random.Random):
         numbers = [*range(count), *chance.sample(range(count), int(0.3 * count))]
-        # Near its place, and duplicates anywhere after the first.
         chance.shuffle(numbers)
         self.left = numbers
         self.total = len(numbers)
@@ -85,7 +84,7 @@ class Senders:
                         self.acknowledged[number] += 1
                         return
             except (aiohttp.ClientError, OSError):
-                pass  # The server was killed: send again.
+                pass  # The server was killed, so the delivery is repeated.
             await asyncio.sleep(PATIENCE)
 
 
@@ -97,7 +96,7 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
         async with aiohttp.ClientSession() as session:
             await server.ready()
             workers = [asyncio.create_task(senders.run(session)) for _ in range(12)]
-            # Kills are spread over the deliveries, each a random moment after a random one.
+            # Each kill follows a random delivery by a random time.
             for at in sorted(chance.sample(range(senders.total), kills)):
                 while sum(senders.acknowledged.values()) < at:  # noqa: ASYNC110 (polled on purpose)
                     await asyncio.sleep(0.001)
@@ -125,5 +124,5 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
 @pytest.mark.parametrize(("count", "kills"), [(150, 3), pytest.param(1000, 20, marks=[pytest.mark.timeout(180)])])
 async def test_each_event_takes_effect_once_over_kills(tmp_path: Path, count: int, kills: int) -> None:
     found = await crash(tmp_path, count=count, kills=kills, seed=count)
-    wanted = {"effects": count, "effects_twice": 0, "lost": 0, "not_acknowledged": 0, "ends": {"done": count}}
-    assert found == wanted
+    expected = {"effects": count, "effects_twice": 0, "lost": 0, "not_acknowledged": 0, "ends": {"done": count}}
+    assert found == expected

@@ -1,4 +1,4 @@
-"""Accepted events run: in order within a repo, again when they fail, and on after a stop."""
+"""Dispatch of accepted events: order within a repo, retries, and continuation after a stop."""
 
 import asyncio
 import threading
@@ -22,16 +22,16 @@ def settings(**more) -> ReceiverSettings:
     return ReceiverSettings(**{**QUICK, **more})
 
 
-async def test_events_of_one_repo_run_in_order_and_those_of_others_beside() -> None:
-    receiver, runs, goes_on = Receiver(settings()), [], asyncio.Event()
+async def test_events_of_one_repo_run_in_order_and_repos_run_in_parallel() -> None:
+    receiver, runs, release = Receiver(settings()), [], asyncio.Event()
 
     async def note(payload: dict) -> None:
         name, sha = payload["repo"]["name"], payload["repo"]["headSha"]
         if (name, sha) == ("a", "0"):
-            await goes_on.wait()
+            await release.wait()
         runs.append((name, sha))
         if name == "b" and len(runs) == 3:
-            goes_on.set()
+            release.set()
 
     async with serving(receiver, note, mode="queue") as sender:
         for number in range(3):
@@ -69,7 +69,7 @@ async def test_handlers_in_parallel_stay_within_the_limit(limit: str) -> None:
     assert max(most) == 2
 
 
-async def test_background_event_is_retried_and_then_a_dead_letter(caplog) -> None:
+async def test_a_failing_event_is_retried_and_then_a_dead_letter(caplog) -> None:
     receiver, attempts = Receiver(settings(attempts=3)), []
 
     def breaks(event: Event) -> None:
@@ -77,14 +77,14 @@ async def test_background_event_is_retried_and_then_a_dead_letter(caplog) -> Non
         raise ValueError("no camera")
 
     async with serving(receiver, breaks, "x", mode="queue") as sender:
-        told = await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "1"})
+        response = await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "1"})
         await until_ended(receiver)
         [dead] = await receiver.events(status="dead")
-        assert (dead.id, dead.attempt, dead.error) == (told.json["event_id"], 3, "ValueError: no camera")
+        assert (dead.id, dead.attempt, dead.error) == (response.json["event_id"], 3, "ValueError: no camera")
         again = await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "1"})
         assert (again.status, again.json["status"]) == (200, "dead")
         assert attempts == [1, 2, 3]
-        # A replay has as many attempts again.
+        # A replay has the same number of attempts.
         await receiver.replay(dead.id)
         await until_ended(receiver)
         assert attempts == [1, 2, 3, 4, 5, 6]
@@ -98,23 +98,23 @@ async def test_retryable_error_answers_202_and_runs_again() -> None:
         attempts.append(event.attempt)
         if len(attempts) == 1:
             raise RetryableError("the arm is moving", after=0.001)
-        return "well"
+        return "done"
 
     async with serving(receiver, not_yet) as sender:
-        told = await sender.post("/webhooks/not_yet", make_payload())
-        assert told.status == 202
-        await until_ended(receiver, told.json["event_id"])
-        assert (await receiver.event(told.json["event_id"])).answer.body == b'"well"'
+        response = await sender.post("/webhooks/not_yet", make_payload())
+        assert response.status == 202
+        await until_ended(receiver, response.json["event_id"])
+        assert (await receiver.event(response.json["event_id"])).answer.body == b'"done"'
     assert attempts == [1, 2]
 
 
-async def test_failure_after_an_accepted_duplicate_is_retried_here() -> None:
-    receiver, attempts, began, goes_on = Receiver(settings()), [], asyncio.Event(), asyncio.Event()
+async def test_a_failure_after_an_accepted_duplicate_is_retried() -> None:
+    receiver, attempts, began, release = Receiver(settings()), [], asyncio.Event(), asyncio.Event()
 
     async def breaks(event: Event) -> None:
         attempts.append(event.attempt)
         began.set()
-        await goes_on.wait()
+        await release.wait()
         if len(attempts) == 1:
             raise RuntimeError("once")
 
@@ -123,14 +123,14 @@ async def test_failure_after_an_accepted_duplicate_is_retried_here() -> None:
         first = asyncio.create_task(sender.post("/webhooks/breaks", make_payload(), headers=same))
         await began.wait()
         assert (await sender.post("/webhooks/breaks", make_payload(), headers=same)).status == 202
-        goes_on.set()
+        release.set()
         assert (await first).status == 202
         await until_ended(receiver)
         assert [event.status for event in await receiver.events()] == [EventStatus.DONE]
     assert attempts == [1, 2]
 
 
-async def test_what_did_not_end_before_a_stop_goes_on_at_the_next_start(tmp_path) -> None:
+async def test_unfinished_events_run_again_at_the_next_start(tmp_path) -> None:
     runs = []
 
     def receiver(handler) -> Receiver:
@@ -138,41 +138,41 @@ async def test_what_did_not_end_before_a_stop_goes_on_at_the_next_start(tmp_path
         made.add(handler, "x", mode="queue")
         return made
 
-    async def for_ever(event: Event) -> None:
+    async def never_ends(event: Event) -> None:
         await asyncio.Event().wait()
 
     def ends(payload: dict, request: sanic.Request, event: Event) -> None:
         runs.append((payload["repo"]["headSha"], request.json["repo"]["headSha"], request.headers["user-agent"]))
 
-    async with serving(receiver(for_ever)) as sender:
+    async with serving(receiver(never_ends)) as sender:
         for number in range(3):
-            told = await sender.post("/webhooks/x", make_payload(sha=str(number)), headers={"user-agent": "hub"})
-            assert told.status == 202
+            response = await sender.post("/webhooks/x", make_payload(sha=str(number)), headers={"user-agent": "hub"})
+            assert response.status == 202
     second = receiver(ends)
     async with serving(second):
         await until_ended(second)
     assert runs == [(str(number), str(number), "hub") for number in range(3)]
 
 
-async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(tmp_path) -> None:
+async def test_a_waiting_sender_gets_202_when_the_server_stops(tmp_path) -> None:
     receiver, began = Receiver(settings(database=tmp_path / "e.sqlite3", stop_within=0.02)), asyncio.Event()
 
-    async def for_ever(event: Event) -> None:
+    async def never_ends(event: Event) -> None:
         began.set()
         await asyncio.Event().wait()
 
-    async with serving(receiver, for_ever) as sender:
-        waiting = asyncio.create_task(sender.post("/webhooks/for_ever", make_payload()))
+    async with serving(receiver, never_ends) as sender:
+        waiting = asyncio.create_task(sender.post("/webhooks/never_ends", make_payload()))
         await began.wait()
         await receiver._running.close()
         assert (await waiting).status == 202
-        assert (await sender.post("/webhooks/for_ever", make_payload("a/b"))).status == 503
+        assert (await sender.post("/webhooks/never_ends", make_payload("a/b"))).status == 503
         receiver._worker = None
     with EventInbox(tmp_path / "e.sqlite3") as inbox:
         assert [event.status for event in inbox.list()] == [EventStatus.WAITING]
 
 
-async def test_another_process_replays_and_the_running_receiver_picks_it_up(tmp_path) -> None:
+async def test_a_running_receiver_runs_a_replay_of_another_process(tmp_path) -> None:
     receiver, attempts, again = Receiver(settings(database=tmp_path / "e.sqlite3")), [], asyncio.Event()
 
     async def note(event: Event) -> None:
@@ -213,7 +213,7 @@ async def test_events_without_a_handler_wait_for_the_next_start(tmp_path, caplog
     assert runs == ["/webhooks/old"] * 2
 
 
-def test_backoff_doubles_up_to_its_longest_and_half_is_chance() -> None:
+def test_the_backoff_doubles_up_to_its_limit_with_half_jitter() -> None:
     rule = ReceiverSettings(backoff=1.0, longest_backoff=6.0)
     assert [backoff(failures, rule, lambda: 0.0) for failures in (1, 2, 3, 4, 1000)] == [1.0, 2.0, 4.0, 6.0, 6.0]
     assert [backoff(failures, rule, lambda: 1.0) for failures in (1, 2, 3, 4)] == [0.5, 1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Senders that an endpoint accepts, its settings, and the arguments of handlers."""
+"""Endpoint: accepted senders, settings and arguments of handlers."""
 
 import functools
 from typing import Annotated, Any
@@ -24,21 +24,21 @@ from hooks.receiver.inbox import Event, EventStatus
         *((("old", "new"), {"x-webhook-secret": secret}, 403) for secret in ("new ", "", "\udcff\u1234")),
     ],
 )
-def test_any_of_the_secrets_is_enough(secrets: tuple[str, ...], headers: dict[str, str], status: int | None) -> None:
+def test_each_of_the_secrets_is_accepted(secrets: tuple[str, ...], headers: dict[str, str], status: int | None) -> None:
     refusal = check_sender(headers, secrets)
     assert (refusal and refusal.status) == status
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "settings",
     [
         *({"secrets": secrets} for secrets in (("",), "text", ("geheim-für-alle",))),
         *({"max_body": 0}, {"backoff": float("inf")}, {"answer_within": -1.0}),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(wrong: dict) -> None:
+def test_invalid_settings_are_refused(settings: dict) -> None:
     with pytest.raises(InvalidWebhook):
-        ReceiverSettings(**wrong)
+        ReceiverSettings(**settings)
     assert "old-secret" not in repr(ReceiverSettings(secrets=("old-secret",)))
 
 
@@ -50,7 +50,7 @@ class Push(BaseModel):
 
 
 class Request:
-    """As a framework that is not installed here calls its own."""
+    """Request class of a framework that is not installed here."""
 
 
 class Object:
@@ -81,7 +81,7 @@ def extra(data: Annotated[dict[str, Any], "the body"], *rest: object, **more: ob
     return data, rest, more
 
 
-def theirs(hook: huggingface_hub.WebhookPayload, raw: Request) -> object:
+def foreign(hook: huggingface_hub.WebhookPayload, raw: Request) -> object:
     return hook, raw
 
 
@@ -90,13 +90,13 @@ def custom(push: Push, *, when: Event) -> object:
 
 
 @pytest.mark.parametrize(
-    ("function", "model", "wanted"),
+    ("function", "model", "expected"),
     [
         (by_name, WebhookPayload, ("p", "r", EVENT)),
         (bare, None, "called"),
         (optional, WebhookPayload, ("p", 3)),
         (extra, None, ("p", (), {})),
-        (theirs, huggingface_hub.WebhookPayload, ("p", "r")),
+        (foreign, huggingface_hub.WebhookPayload, ("p", "r")),
         (custom, Push, ("p", EVENT)),
         (functools.partial(custom, when=EVENT), Push, ("p", EVENT)),
         (functools.partial(by_name, "bound"), None, ("bound", "r", EVENT)),
@@ -106,14 +106,14 @@ def custom(push: Push, *, when: Event) -> object:
         (lambda payload: payload, WebhookPayload, "p"),
     ],
 )
-def test_parameters_get_what_they_are_annotated_or_called(function: Any, model: object, wanted: object) -> None:
+def test_arguments_follow_the_annotation_or_name_of_parameters(function: Any, model: object, expected: object) -> None:
     handler = read_handler(function)
     assert handler.model is model
     assert not handler.is_async
-    assert handler.bind("p", "r", EVENT)() == wanted
+    assert handler.bind("p", "r", EVENT)() == expected
 
 
-async def test_async_ones_are_told_from_others() -> None:
+async def test_async_handlers_are_recognized() -> None:
     async def later(event: Event) -> str:
         return event.id
 
@@ -130,9 +130,9 @@ async def test_async_ones_are_told_from_others() -> None:
     assert await called.bind({"a": 1}, None, EVENT)() == {"a": 1}
 
 
-def test_annotations_that_cannot_be_looked_up_are_read_as_text() -> None:
-    def local(hook: "models.WebhookPayload", asked: "Request | None", data: "dict[str, Missing]") -> None:
-        """Names that exist for a type checker only."""
+def test_unresolvable_annotations_are_read_as_text() -> None:
+    def local(hook: "models.WebhookPayload", request: "Request | None", data: "dict[str, Missing]") -> None:
+        """Use names that exist only for a type checker."""
 
     assert [*read_handler(local).arguments.values()] == ["payload", "request", "payload"]
 
@@ -150,6 +150,6 @@ async def generator(payload: WebhookPayload):
         *((value, "handler .*wanted a function") for value in (3, "text")),
     ],
 )
-def test_a_handler_that_cannot_run_is_refused_when_it_is_added(function: Any, message: str) -> None:
+def test_a_handler_that_cannot_run_is_refused(function: Any, message: str) -> None:
     with pytest.raises(InvalidWebhook, match=message):
         read_handler(function)

@@ -1,4 +1,4 @@
-"""The log of events: what is kept, for how long, and how much room it takes."""
+"""Inbox of events: listing, duplicates, crashes, and limits of age and size."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def arrive(inbox: EventInbox, number: int, *, at: float = NOW, body: bytes = b"{
     parts |= {"lane": "repo-1", "identity": "", "webhook_id": "w1", "delivery_id": f"d{number}"}
     parts |= {"repo": "a/b", "repo_type": "model", "scope": "repo.content", "action": "update"}
     arrival = IncomingEvent(**{**parts, **more})
-    given = {"now": at, "window": 10.0, "max_waiting": 1000, "paths": (arrival.path,)}
-    return inbox.database.run_blocking(ledger.accept_event, arrival, **given)
+    options = {"now": at, "window": 10.0, "max_waiting": 1000, "paths": (arrival.path,)}
+    return inbox.database.run_blocking(ledger.accept_event, arrival, **options)
 
 
 def begin(inbox: EventInbox, event_id: str) -> Event | None:
@@ -50,7 +50,7 @@ def test_events_are_listed_newest_first_page_by_page(inbox: EventInbox) -> None:
         inbox.get("e9")
 
 
-def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: EventInbox) -> None:
+def test_a_duplicate_is_detected_by_its_id_for_any_body(inbox: EventInbox) -> None:
     assert arrive(inbox, 1)[0] is Acceptance.NEW
     verdict, event = arrive(inbox, 2, delivery_id="d1", body=b"[]", at=NOW + 3 * DAY)
     assert (verdict, event.id) == (Acceptance.DUPLICATE, "e1")
@@ -58,7 +58,7 @@ def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: EventInbox) -> 
     assert arrive(inbox, 4, delivery_id="d1", path="/webhooks/y")[0] is Acceptance.NEW
 
 
-def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox: EventInbox) -> None:
+def test_an_event_that_crashes_too_often_is_a_dead_letter(inbox: EventInbox) -> None:
     for number in (1, 2):
         arrive(inbox, number)
     for start in range(3):
@@ -71,7 +71,7 @@ def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox
     assert (dead.id, dead.error) == ("e1", "the process ended while it ran")
 
 
-def test_a_clean_stop_is_no_such_end(inbox: EventInbox) -> None:
+def test_a_clean_stop_is_not_counted_as_a_crash(inbox: EventInbox) -> None:
     arrive(inbox, 1)
     for _ in range(5):
         assert begin(inbox, "e1")
@@ -79,7 +79,7 @@ def test_a_clean_stop_is_no_such_end(inbox: EventInbox) -> None:
         assert inbox.database.run_blocking(ledger.resume_events, now=NOW, max_crashes=0)
 
 
-def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: EventInbox) -> None:
+def test_old_events_are_deleted_but_never_waiting_events(inbox: EventInbox) -> None:
     for number in range(4):
         arrive(inbox, number)
     end(inbox, 0)
@@ -92,7 +92,7 @@ def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: EventInbox
         assert [event.id for event in inbox.list()] == left
 
 
-def test_bodies_take_no_more_room_than_they_may(inbox: EventInbox) -> None:
+def test_bodies_stay_within_their_size_limit(inbox: EventInbox) -> None:
     for number in range(6):
         arrive(inbox, number, body=bytes(100))
         if number < 5:
@@ -102,7 +102,7 @@ def test_bodies_take_no_more_room_than_they_may(inbox: EventInbox) -> None:
     assert [event.id for event in inbox.list()] == ["e5", "e4", "e3"]
 
 
-def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: EventInbox) -> None:
+def test_the_write_ahead_log_stays_bounded(inbox: EventInbox) -> None:
     assert inbox.path is not None
     log = inbox.path.with_name(inbox.path.name + "-wal")
     with EventInbox(inbox.path) as other:

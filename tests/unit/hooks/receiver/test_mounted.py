@@ -31,17 +31,17 @@ def receiver(**more) -> Receiver:
     return made
 
 
-async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None:
+async def test_a_mounted_receiver_has_its_own_body_limit() -> None:
     app = create_app(
-        Settings.from_values(max_body=1 << 20), load=lambda *names, **more: pytest.fail("nothing is loaded")
+        Settings.from_values(max_body=1 << 20), load=lambda *names, **more: pytest.fail("no policy is loaded")
     )
     app.blueprint(receiver().blueprint())
     async with service_serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession() as session:
 
         async def post(size: int, headers: dict = SIGNED, path: str = "size") -> tuple[int, object]:
             body = io.BytesIO(json.dumps({"padding": "x" * size}).encode())
-            told = await Sender(url, session).post(f"/others/{path}", data=body, headers=headers)
-            return told.status, told.json
+            response = await Sender(url, session).post(f"/others/{path}", data=body, headers=headers)
+            return response.status, response.json
 
         assert await post(5_000_000) == (200, 5_000_000)
         assert await post(6_000_000) == (413, {"error": "The body has more than 5242880 bytes."})
@@ -49,7 +49,7 @@ async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None
         assert await post(5_000_000, {"x-webhook-secret": "no"}) == (403, {"error": "Invalid webhook secret."})
         status, error = await post(3, path="breaks")
         assert (status, "private" in str(error)) == (500, False)
-        told = await Sender(url, session).post("/others/size", method="GET")
-        assert (told.status, told.json) == (405, {"error": "Method Not Allowed"})
+        response = await Sender(url, session).post("/others/size", method="GET")
+        assert (response.status, response.json) == (405, {"error": "Method Not Allowed"})
         async with session.get(f"{url}/") as answer:
             assert answer.status == 200

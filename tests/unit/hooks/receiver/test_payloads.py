@@ -1,4 +1,4 @@
-"""Bodies become payloads."""
+"""Conversion of request bodies into payloads."""
 
 import huggingface_hub
 import pytest
@@ -17,14 +17,14 @@ class Robot(WebhookPayload):
     robot: str
 
 
-def test_a_fact_is_no_longer_than_a_listing_can_hold() -> None:
+def test_facts_are_cut_to_512_characters() -> None:
     data = make_payload("a" * 5_000_000)
     data["webhook"]["id"] = data["event"]["scope"] = "b" * 5_000_000
     facts = read_facts(data)
     assert [len(text or "") for text in (facts.repo, facts.webhook_id, facts.scope)] == [512] * 3
 
 
-def test_what_the_hub_may_send_one_day_is_kept() -> None:
+def test_unknown_fields_of_the_hub_are_kept() -> None:
     data = make_payload(later={"x": 1})
     data["repo"] |= {"type": "kernel", "stars": 3}
     data["webhook"]["version"] = 4
@@ -48,7 +48,7 @@ def test_a_missing_part_of_a_payload_is_named(name: str) -> None:
     assert "secret-looking" not in repr(refused.value.fields)
 
 
-def test_other_models_and_subclasses_say_what_they_miss() -> None:
+def test_other_models_and_subclasses_name_missing_fields() -> None:
     assert build_payload(Strict, {"count": 3}) == Strict(count=3)
     for model, data, field in ((Strict, {"count": "many"}, "count"), (Robot, make_payload(), "robot")):
         with pytest.raises(InvalidPayload) as refused:
@@ -60,19 +60,19 @@ def test_other_models_and_subclasses_say_what_they_miss() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[" * 100_000, b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"{} {}", b'{"a": 1,}']
 )
-def test_what_is_no_json_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidPayload, match="is not JSON"):
         parse_json(body)
 
 
 @pytest.mark.parametrize("data", [[], "text", 3, None])
-def test_what_is_no_object_is_refused(data: object) -> None:
+def test_a_body_that_is_not_an_object_is_refused(data: object) -> None:
     assert read_facts(data) == Facts()
     with pytest.raises(InvalidPayload, match="not a JSON object"):
         build_payload(None, data)
 
 
-def test_facts_come_from_anything() -> None:
+def test_facts_are_read_from_any_body() -> None:
     facts = read_facts(make_payload())
     assert (facts.repo, facts.scope, facts.action) == ("robots/act", "repo.content", "update")
     facts = read_facts({"type": "session.policy.swapped", "timestamp": "2026-01-01T00:00:00Z", "data": {}})
@@ -80,7 +80,7 @@ def test_facts_come_from_anything() -> None:
     assert read_facts({"event": 3, "repo": {"id": 5, "name": None}, "webhook": []}) == read_facts({}) == Facts()
 
 
-def test_a_bucket_with_many_files_is_read_whole() -> None:
+def test_a_payload_with_many_files_is_read_completely() -> None:
     files = [{"path": f"{number}", "action": "add", "size": number} for number in range(1234)]
     payload = build_payload(WebhookPayload, make_payload(updatedFiles=files))
     assert [file.size for file in payload.updatedFiles] == list(range(1234))
@@ -89,7 +89,7 @@ def test_a_bucket_with_many_files_is_read_whole() -> None:
     assert build_payload(WebhookPayload, make_payload(updatedFiles=files)).updatedFiles is None
 
 
-def test_before_it_is_kept_only_what_is_needed_is_looked_at() -> None:
+def test_check_payload_reads_only_the_required_fields() -> None:
     for model in (WebhookPayload, huggingface_hub.WebhookPayload, None):
         check_payload(model, make_payload(updatedFiles=3, discussion={}))
     for model, data in ((WebhookPayload, {}), (Robot, make_payload()), (Strict, {}), (None, [])):

@@ -1,4 +1,4 @@
-"""Serving a registry or a receiver on a port, and waiting for its deliveries."""
+"""Helpers that serve a registry or a receiver on a port and wait for deliveries."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +20,7 @@ SETTINGS = RegistrySettings(tokens=(TOKEN,), allowed_networks=("127.0.0.0/8",), 
 @asynccontextmanager
 async def serve(part: Registry | Receiver) -> AsyncIterator[str]:
     app: Sanic[Any, Any] = Sanic(f"part-{id(part)}")
-    # TOUCHUP rewrites Sanic's own classes once per process: a second app would not start.
+    # TOUCHUP rewrites Sanic's own classes once per process, so a second app would not start.
     app.config.update({"MOTD": False, "TOUCHUP": False, "REQUEST_DEADLINE": 10.0})
     app.blueprint(build_blueprint(part) if isinstance(part, Registry) else part.blueprint())
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
@@ -32,7 +32,7 @@ def settings(**changed: Any) -> RegistrySettings:
 
 
 async def until_finished(registry: Registry, webhook_id: str, attempts: int = 1) -> dict[str, Any]:
-    """Return the newest delivery of a webhook when it had so many attempts and no delivery waits."""
+    """Return the newest delivery of a webhook when no delivery waits and it had this number of attempts."""
 
     async def newest() -> dict[str, Any] | None:
         entries = await registry.list_deliveries(webhook_id, 100, None)

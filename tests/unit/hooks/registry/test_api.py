@@ -1,4 +1,4 @@
-"""The real HfApi and the real hf command manage the registry as they manage the Hub."""
+"""Management of the registry by the real HfApi and the real hf command."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield Served(registry, url)
 
 
-async def test_the_real_client_goes_through_the_whole_life_of_a_webhook(served: Served) -> None:
+async def test_hf_api_creates_changes_and_deletes_a_webhook(served: Served) -> None:
     api, call = served.api, served.call
     assert await call(api.list_webhooks) == []
     made = await call(api.create_webhook, url=PUBLIC, watched=WATCHED, domains=["repo"], secret="my-secret")
@@ -100,17 +100,17 @@ async def test_a_missing_or_wrong_token_is_refused(served: Served, token: Any, s
         ({"secret": "x" * 513}, "secret: String should have at most 512 characters"),
     ],
 )
-async def test_what_cannot_be_is_refused_with_the_reason(served: Served, named: dict[str, Any], text: str) -> None:
+async def test_an_invalid_webhook_is_refused_with_the_reason(served: Served, named: dict[str, Any], text: str) -> None:
     with pytest.raises(BadRequestError, match=text):
         await served.call(served.api.create_webhook, **{"url": PUBLIC, "watched": WATCHED, **named})
     made = await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
-    if named != {"watched": []}:  # which the client also sends when it is not named
+    if named != {"watched": []}:  # HfApi also sends an empty list if it is not passed.
         with pytest.raises(BadRequestError, match=text):
             await served.call(served.api.update_webhook, made.id, **named)
     assert await served.call(served.api.get_webhook, made.id) == made
 
 
-async def test_all_that_is_wrong_is_said_at_once(served: Served) -> None:
+async def test_one_error_names_all_invalid_fields(served: Served) -> None:
     body = {"url": 3, "watched": 4, "domains": ["x"], "secret": "\n"}
     status, answer, headers = await served.request("POST", BASE, json=body)
     assert status == 400
@@ -127,7 +127,7 @@ async def test_a_body_that_is_not_an_object_is_400(served: Served, body: bytes) 
     assert answer["error"].startswith("body: ")
 
 
-async def test_body_with_contradicting_or_mistyped_fields_is_400(served: Served) -> None:
+async def test_a_body_with_contradicting_or_mistyped_fields_is_400(served: Served) -> None:
     for body, text in (
         ({"url": PUBLIC, "jobSourceId": "retrain"}, "exclude each other"),
         ({}, "are missing"),
@@ -144,14 +144,14 @@ async def test_body_with_contradicting_or_mistyped_fields_is_400(served: Served)
         assert (status, text in answer["error"]) == (400, True)
 
 
-async def test_the_limit_on_webhooks_is_told(served: Served) -> None:
+async def test_the_limit_on_webhooks_is_reported(served: Served) -> None:
     for _ in range(5):
         await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
     with pytest.raises(BadRequestError, match="there are 5 webhooks already, the largest number"):
         await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
 
 
-async def test_job_webhooks_name_a_job_of_the_operator_and_its_secrets(served: Served) -> None:
+async def test_a_job_webhook_needs_a_registered_job_and_known_secrets(served: Served) -> None:
     api, call = served.api, served.call
     with pytest.raises(HfHubHTTPError, match="there is no job 'rm -rf'; the operator registered: retrain") as error:
         await call(api.create_webhook, job_id="rm -rf", watched=WATCHED)
@@ -166,14 +166,14 @@ async def test_job_webhooks_name_a_job_of_the_operator_and_its_secrets(served: S
     assert "secretNames" not in answer["webhook"]
 
 
-async def test_an_update_that_names_no_secret_keeps_it(served: Served) -> None:
+async def test_an_update_without_a_secret_keeps_the_secret(served: Served) -> None:
     body = {"url": PUBLIC, "watched": [{"type": "model", "name": "act"}], "secret": "of-the-webhook"}
     _, answer, _ = await served.request("POST", BASE, json=body)
     _, answer, _ = await served.request("POST", f"{BASE}/{answer['webhook']['id']}", json={"domains": ["repo"]})
     assert (answer["webhook"]["hasSecret"], answer["webhook"]["domains"]) == (True, ["repo"])
 
 
-async def test_secrets_go_in_and_never_come_out(
+async def test_secrets_are_accepted_but_never_returned(
     served: Served, target: TargetServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret, variable = "very-hidden-secret", "very-hidden-variable"
@@ -191,14 +191,14 @@ async def test_secrets_go_in_and_never_come_out(
     assert target.got[0].headers["x-webhook-secret"] == secret
     for path in ("", f"/{webhook}", f"/{webhook}/deliveries"):
         texts.append((await served.request("GET", BASE + path))[1])
-    told = json.dumps(texts) + caplog.text
+    text = json.dumps(texts) + caplog.text
     for hidden in (secret, variable, "value-of-env", TOKEN):
-        assert hidden not in told
+        assert hidden not in text
     _, answer, _ = await served.request("POST", f"{BASE}/{webhook}", json={"watched": [], "secret": ""})
     assert answer["webhook"]["hasSecret"] is False
 
 
-async def test_the_delivery_log_and_a_replay_to_where_it_points_now(served: Served, target: TargetServer) -> None:
+async def test_a_replay_goes_to_the_current_address_and_is_logged(served: Served, target: TargetServer) -> None:
     watched = [{"type": "model", "name": "act"}]
     made = await served.call(served.api.create_webhook, url=f"{target.url}/old", watched=watched)
     await served.registry.emit_repo("act", "b" * 40, "a" * 40)
@@ -241,18 +241,18 @@ async def test_each_route_needs_a_token_and_a_known_webhook(served: Served, meth
         assert (status, answer["error"]) == (404, "there is no webhook with this id")
 
 
-async def test_the_real_hf_command_manages_it(served: Served, tmp_path: Path) -> None:
+async def test_the_hf_command_manages_the_registry(served: Served, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
     environment |= {"HF_ENDPOINT": served.url, "HF_TOKEN": TOKEN}
     environment |= {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     async def run(*arguments: str, fails: bool = False) -> str:
         command = [str(Path(sys.executable).with_name("hf")), "webhooks", *arguments]
-        done = await asyncio.to_thread(
+        process = await asyncio.to_thread(
             subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60
         )
-        assert (done.returncode != 0) is fails, done.stdout + done.stderr
-        return done.stdout + done.stderr if fails else done.stdout
+        assert (process.returncode != 0) is fails, process.stdout + process.stderr
+        return process.stdout + process.stderr if fails else process.stdout
 
     await run("create", "--url", PUBLIC, "--watch", "model:lab/act", "--domain", "repo", "--secret", "my-secret")
     [made] = await served.call(served.api.list_webhooks)

@@ -1,4 +1,4 @@
-"""Which events reach which webhooks, and how they look there."""
+"""Webhooks that each event reaches, and the content of the event."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("watched", "scope", "repo", "is_wanted"),
+    ("watched", "scope", "repo", "matches"),
     [
         ("model:lab/act", "repo.content", "model:lab/act", True),
         ("model:Lab/ACT", "repo", "model:lab/act", True),
@@ -57,13 +57,13 @@ async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
         ("model:lab/act", "repo.something.new", "model:lab/act", True),
     ],
 )
-def test_a_webhook_wants_what_it_watches(watched: str, scope: str, repo: str, is_wanted: bool) -> None:
+def test_a_webhook_matches_events_of_its_watched_repos(watched: str, scope: str, repo: str, matches: bool) -> None:
     webhook = Webhook("1", "http://x", watched=(Watched(*watched.split(":")),), domains=("repo",))
-    assert webhook.matches(scope, *repo.split(":")) is is_wanted
+    assert webhook.matches(scope, *repo.split(":")) is matches
     assert not webhook.is_watching_sessions
 
 
-async def test_an_event_of_ours_is_read_by_huggingface_hubs_model_and_by_ours(
+async def test_an_event_is_valid_for_huggingface_hub_and_for_this_product(
     registry: Registry, target: TargetServer
 ) -> None:
     webhook = await add(registry, target.url, secret="s" * 20)
@@ -71,16 +71,22 @@ async def test_an_event_of_ours_is_read_by_huggingface_hubs_model_and_by_ours(
     assert await registry.emit_repo("lab/other", NEW, OLD) == 0
     await target.wait_for(1)
     [got] = target.got
-    theirs = huggingface_hub.WebhookPayload.model_validate_json(got.body)
-    ours = WebhookPayload.model_validate_json(got.body)
-    assert (theirs.repo.name, theirs.event.scope, theirs.webhook.id) == ("lab/act", "repo.content", webhook.id)
-    assert ours.webhook.version == 3
-    assert (ours.repo.head_sha, ours.new_sha("main")) == (NEW, NEW)
-    assert ours.updatedRefs is not None
-    assert ours.updatedRefs[0].oldSha == OLD
+    hub_payload = huggingface_hub.WebhookPayload.model_validate_json(got.body)
+    payload = WebhookPayload.model_validate_json(got.body)
+    assert (hub_payload.repo.name, hub_payload.event.scope, hub_payload.webhook.id) == (
+        "lab/act",
+        "repo.content",
+        webhook.id,
+    )
+    assert payload.webhook.version == 3
+    assert (payload.repo.head_sha, payload.new_sha("main")) == (NEW, NEW)
+    assert payload.updatedRefs is not None
+    assert payload.updatedRefs[0].oldSha == OLD
 
 
-async def test_session_events_go_to_every_webhook_of_that_domain(registry: Registry, target: TargetServer) -> None:
+async def test_session_events_reach_every_webhook_of_the_session_domain(
+    registry: Registry, target: TargetServer
+) -> None:
     await add(registry, f"{target.url}/repo")
     webhook = await add(registry, f"{target.url}/session", watched=[], domains=["session"], secret="x" * 20)
     plain = {"session_id": "s1", "missed_ticks": 0}
@@ -97,7 +103,9 @@ async def test_session_events_go_to_every_webhook_of_that_domain(registry: Regis
         await registry.emit_session("Session Started!", {})
 
 
-async def test_hub_event_is_relayed_once_to_each_webhook_of_its_repo(registry: Registry, target: TargetServer) -> None:
+async def test_a_hub_event_is_relayed_once_to_each_webhook_of_its_repo(
+    registry: Registry, target: TargetServer
+) -> None:
     payload = sample(repo="lab/act", sha=NEW)
     payload["repo"]["somethingNew"] = {"kept": True}
     first, second = await add(registry, f"{target.url}/1"), await add(registry, f"{target.url}/2")
@@ -107,7 +115,7 @@ async def test_hub_event_is_relayed_once_to_each_webhook_of_its_repo(registry: R
     await target.wait_for(2)
     assert len({got.id for got in target.got}) == 2
     bodies = [got.json for got in target.got]
-    assert await registry.emit_payload(bodies[0]) == 0, "what it sent itself goes round for ever"
+    assert await registry.emit_payload(bodies[0]) == 0, "an event of this registry is not relayed again"
     assert {body.pop("webhook")["id"] for body in bodies} == {first.id, second.id}
     del payload["webhook"]
     assert bodies == [payload, payload]
@@ -115,7 +123,7 @@ async def test_hub_event_is_relayed_once_to_each_webhook_of_its_repo(registry: R
         await registry.emit_payload({"no": "payload"})
 
 
-async def test_a_webhook_that_says_410_is_disabled(registry: Registry, target: TargetServer) -> None:
+async def test_a_webhook_that_answers_410_is_disabled(registry: Registry, target: TargetServer) -> None:
     webhook = await add(registry, target.url)
     target.answers = [web.Response(status=410)]
     await registry.emit_repo("lab/act", NEW, OLD)
@@ -124,7 +132,7 @@ async def test_a_webhook_that_says_410_is_disabled(registry: Registry, target: T
     assert await registry.emit_repo("lab/act", OLD, NEW) == 0
 
 
-async def test_failing_webhook_is_suspended_until_it_is_enabled(target: TargetServer) -> None:
+async def test_a_failing_webhook_is_suspended_until_it_is_enabled(target: TargetServer) -> None:
     async with Registry(settings(waits=(0.0, 0.01), suspend_after=2)).running() as registry:
         webhook = await add(registry, target.url)
         target.answers = [web.Response(status=500) for _ in range(4)]
@@ -140,7 +148,7 @@ async def test_failing_webhook_is_suspended_until_it_is_enabled(target: TargetSe
         assert [entry["status"] for entry in entries].count("failed") == 2
 
 
-async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target: TargetServer) -> None:
+async def test_a_success_between_failures_prevents_suspension(target: TargetServer) -> None:
     async with Registry(settings(waits=(0.0,), suspend_after=2)).running() as registry:
         webhook = await add(registry, target.url)
         target.answers = [web.Response(status=status) for status in (500, 200, 500)]
@@ -151,7 +159,7 @@ async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target:
         assert not (await registry.get_webhook(webhook.id)).disabled
 
 
-async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target: TargetServer) -> None:
+async def test_a_deleted_webhook_gets_no_more_deliveries(registry: Registry, target: TargetServer) -> None:
     webhook = await add(registry, target.url)
     target.gate.clear()
     await registry.emit_repo("lab/act", NEW, OLD)
@@ -165,6 +173,6 @@ async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target
         await registry.list_deliveries(webhook.id, 100, None)
 
 
-async def test_events_are_refused_with_a_reason_while_it_does_not_run() -> None:
+async def test_events_are_refused_while_the_registry_does_not_run() -> None:
     with pytest.raises(HooksError, match="does not run; start its server"):
         await Registry(settings()).emit_session("session.started", {})

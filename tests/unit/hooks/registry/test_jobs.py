@@ -1,4 +1,4 @@
-"""Jobs: only those of the operator's file, with the payload and nothing of the server's, in bounds, to their end."""
+"""Jobs of the operator's file: environment, limits, output and end of their processes."""
 
 import json
 import os
@@ -25,8 +25,8 @@ from tests.testing.pauses import Pauses
 from tests.testing.waiting import lives, until
 from tests.unit.hooks.registry.serving import settings, until_finished
 
-PARCEL = DeliveryRequest("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
-TELL = "import json, os; print(json.dumps(dict(os.environ)))"
+REQUEST = DeliveryRequest("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
+PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 READ_FILE = """
 import json, os
 path = os.environ["WEBHOOK_PAYLOAD_FILE"]
@@ -40,60 +40,60 @@ def python(code: str, tmp_path: Path, **named: Any) -> Job:
 
 
 async def run(
-    job: Job, *, parcel: DeliveryRequest = PARCEL, folder: Path | None = None, **destination: Any
+    job: Job, *, request: DeliveryRequest = REQUEST, folder: Path | None = None, **destination: Any
 ) -> DeliveryOutcome:
-    courier = JobDeliverer({"job": job}, folder, 1)
+    deliverer = JobDeliverer({"job": job}, folder, 1)
     try:
-        return await courier.deliver(Destination("w", job="job", **destination), parcel, 0.0)
+        return await deliverer.deliver(Destination("w", job="job", **destination), request, 0.0)
     finally:
-        await courier.close()
+        await deliverer.close()
 
 
-async def test_a_job_gets_the_event_and_nothing_of_the_servers_environment(
+async def test_a_job_gets_the_event_and_no_secret_of_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "of-the-server")
     monkeypatch.setenv("LANG", "C.UTF-8")
-    job = python(TELL, tmp_path, env={"MODE": "offline"}, secrets=("TOKEN",), max_output=1 << 16)
+    job = python(PRINT_ENVIRONMENT, tmp_path, env={"MODE": "offline"}, secrets=("TOKEN",), max_output=1 << 16)
     outcome = await run(job, secret=None, secrets={"TOKEN": "t" * 9, "LD_PRELOAD": "x"})
     assert (outcome.exit_status, outcome.error) == (0, None)
-    told = json.loads(outcome.excerpt)
-    path = told.pop("WEBHOOK_PAYLOAD_FILE")
+    variables = json.loads(outcome.excerpt)
+    path = variables.pop("WEBHOOK_PAYLOAD_FILE")
     assert not Path(path).exists()
-    told.pop("LC_CTYPE", None)  # which Python itself sets
-    assert told == {
+    variables.pop("LC_CTYPE", None)  # Python itself sets this variable.
+    assert variables == {
         "PATH": os.environ["PATH"],
         "HOME": os.environ["HOME"],
         "LANG": "C.UTF-8",
         "MODE": "offline",
         "TOKEN": "***",
         "WEBHOOK_ID": "msg_1",
-        "WEBHOOK_PAYLOAD": PARCEL.body.decode(),
+        "WEBHOOK_PAYLOAD": REQUEST.body.decode(),
         "WEBHOOK_REPO_ID": "lab/act",
         "WEBHOOK_REPO_TYPE": "model",
     }
 
 
-@pytest.mark.parametrize(("surplus", "is_in"), [(0, True), (1, False)])
-def test_a_payload_is_in_the_environment_as_long_as_linux_takes_it(tmp_path: Path, surplus: int, is_in: bool) -> None:
+@pytest.mark.parametrize(("surplus", "fits"), [(0, True), (1, False)])
+def test_a_payload_is_in_the_environment_if_linux_accepts_its_size(tmp_path: Path, surplus: int, fits: bool) -> None:
     body = b"x" * (MAX_VARIABLE - len("WEBHOOK_PAYLOAD=") - 1 + surplus)
     job = Job("job", ("true",), tmp_path)
-    given = build_environment(job, Destination("w", secret="s"), DeliveryRequest("msg_1", body), tmp_path / "p")
-    assert ("WEBHOOK_PAYLOAD" in given) is is_in
-    assert given["WEBHOOK_SECRET"] == "s"
-    assert "WEBHOOK_REPO_ID" not in given
-    subprocess.run(["/bin/true"], env=given, check=True)
-    if not is_in:
+    environment = build_environment(job, Destination("w", secret="s"), DeliveryRequest("msg_1", body), tmp_path / "p")
+    assert ("WEBHOOK_PAYLOAD" in environment) is fits
+    assert environment["WEBHOOK_SECRET"] == "s"
+    assert "WEBHOOK_REPO_ID" not in environment
+    subprocess.run(["/bin/true"], env=environment, check=True)
+    if not fits:
         with pytest.raises(OSError, match="Argument list too long"):
-            subprocess.run(["/bin/true"], env=given | {"WEBHOOK_PAYLOAD": body.decode()}, check=True)
+            subprocess.run(["/bin/true"], env=environment | {"WEBHOOK_PAYLOAD": body.decode()}, check=True)
 
 
-async def test_a_payload_of_a_bucket_with_10_000_files_is_read_from_its_file(tmp_path: Path) -> None:
+async def test_a_large_payload_is_read_from_its_file(tmp_path: Path) -> None:
     body = json.dumps({"filler": ["x" * 165] * 10_000}).encode()
     assert len(body) > 1_700_000 - 10_000
-    outcome = await run(python(READ_FILE, tmp_path), parcel=DeliveryRequest("msg_1", body), folder=tmp_path / "aside")
-    size, mode, is_in, path = outcome.excerpt.split()
-    assert (int(size) > 1_600_000, mode, is_in) == (True, "0o600", "False")
+    outcome = await run(python(READ_FILE, tmp_path), request=DeliveryRequest("msg_1", body), folder=tmp_path / "aside")
+    size, mode, is_in_environment, path = outcome.excerpt.split()
+    assert (int(size) > 1_600_000, mode, is_in_environment) == (True, "0o600", "False")
     assert not Path(path).exists()
     assert not (tmp_path / "aside").exists()
 
@@ -113,16 +113,16 @@ async def test_output_and_exit_status_are_kept(tmp_path: Path, code: str, status
     assert (outcome.exit_status, outcome.excerpt) == (status, text)
 
 
-async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -> None:
+async def test_a_missing_program_is_a_failed_attempt(tmp_path: Path) -> None:
     outcome = await run(Job("job", ("/no/such/program",), tmp_path))
     assert (outcome.exit_status, outcome.error) == (None, "the job does not start: No such file or directory")
-    outcome = await JobDeliverer({}, None, 1).deliver(Destination("w", job="old"), PARCEL, 0.0)
+    outcome = await JobDeliverer({}, None, 1).deliver(Destination("w", job="old"), REQUEST, 0.0)
     assert outcome.error == "job 'old' is no longer in the operator's file"
 
 
 @pytest.fixture
 def marks(tmp_path: Path) -> Path:
-    """A folder in which each process of ``sleepers`` makes a file, named by its process id."""
+    """Return a folder in which each process of ``sleepers`` creates a file named after its process id."""
     folder = tmp_path / "marks"
     folder.mkdir()
     return folder
@@ -167,7 +167,7 @@ def test_the_time_limit_ends_the_whole_process_group(
     assert [lives(process) for process in processes_of(marks)] == [False, False]
 
 
-def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, marks: Path, pauses: Pauses) -> None:
+def test_background_processes_of_a_job_end_with_the_job(tmp_path: Path, marks: Path, pauses: Pauses) -> None:
     code = sleepers(marks).replace("time.sleep(60)", "time.sleep(60 if child == 0 else 0.2)")
     began = time.monotonic()
     ended = run_process((sys.executable, "-c", code), tmp_path, {}, timeout=30, max_output=100, stop=threading.Event())
@@ -176,7 +176,7 @@ def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, marks:
     assert not any(lives(process) for process in processes_of(marks))
 
 
-# Through the registry.
+# Tests of jobs that a registry starts.
 
 
 def jobs_file(tmp_path: Path, code: str, **named: Any) -> Path:
@@ -196,7 +196,7 @@ async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tupl
         yield registry, webhook.id
 
 
-async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path: Path) -> None:
+async def test_a_failing_job_is_repeated_and_its_exit_codes_are_logged(tmp_path: Path) -> None:
     code = (
         "import os, sys; path = 'count'; done = os.path.exists(path); open(path, 'w').close(); "
         "print(os.environ['WEBHOOK_ID'], os.environ['WEBHOOK_SECRET']); sys.exit(0 if done else 7)"
@@ -210,7 +210,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         assert (await until_finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
-async def test_jobs_end_at_a_stop_and_run_at_the_next_start(tmp_path: Path, marks: Path, pauses: Pauses) -> None:
+async def test_jobs_end_at_a_stop_and_run_again_at_the_next_start(tmp_path: Path, marks: Path, pauses: Pauses) -> None:
     async with running(tmp_path, sleepers(marks)) as (registry, _):
         await registry.emit_session("session.started", {"session_id": "1"})
         await until(lambda: len(processes_of(marks)) == 2)
@@ -230,7 +230,7 @@ def left_behind(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-async def test_a_job_that_a_killed_server_left_is_ended_at_the_next_start(
+async def test_a_job_of_a_killed_server_is_ended_at_the_next_start(
     tmp_path: Path, left_behind: "subprocess.Popen[bytes]"
 ) -> None:
     born = Path(f"/proc/{left_behind.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -239,22 +239,22 @@ async def test_a_job_that_a_killed_server_left_is_ended_at_the_next_start(
         folder.mkdir(parents=True)
         (folder / "process").write_text(f"{left_behind.pid} {when}")
         await JobDeliverer({}, tmp_path / "aside", 1).close()
-        # Another process that only has the number of the first is left alone.
+        # A process with the same number but another start time is not ended.
         assert (left_behind.poll() is None) is (number == 1) or left_behind.wait(30) == -signal.SIGKILL
     assert left_behind.wait(30) == -signal.SIGKILL
 
 
-# The operator's file.
+# Tests of the operator's jobs file.
 
 
-def test_the_jobs_file_of_the_guide_is_read(tmp_path: Path) -> None:
+def test_the_jobs_file_of_the_guide_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md").read_text()
     [block] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "jobs.toml").write_text(block)
     assert load_jobs(tmp_path / "jobs.toml")["retrain"].secrets == ("HF_TOKEN",)
 
 
-def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
+def test_a_jobs_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "jobs.toml"
     path.write_text(
         '[jobs.retrain]\nargv = ["python", "x.py"]\ncwd = "sub"\nenv = { A = "1" }\nsecrets = ["T"]\n'
@@ -280,14 +280,14 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
         ("[jobs.a", "jobs file"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, reason: str) -> None:
+def test_an_invalid_jobs_file_is_refused_with_the_place(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "jobs.toml"
     path.write_text(text)
     with pytest.raises(InvalidSettings, match=reason):
         load_jobs(path)
 
 
-def test_a_file_that_everybody_can_write_or_nobody_has_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_world_writable_jobs_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "jobs.toml"
     with pytest.raises(InvalidSettings, match="No such file"):
         load_jobs(path)

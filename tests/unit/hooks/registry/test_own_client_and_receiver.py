@@ -1,4 +1,4 @@
-"""Our own client manages the registry, and our own receiver takes what it sends."""
+"""The product's own client and receiver together with the registry."""
 
 import asyncio
 from pathlib import Path
@@ -14,13 +14,13 @@ SECRET = "a-secret-of-some-length"
 WATCHED = ["model:lab/act"]
 
 
-async def test_our_receiver_takes_a_delivery_of_the_registry() -> None:
+async def test_the_receiver_accepts_a_delivery_of_the_registry() -> None:
     sender = Registry(settings())
     got: asyncio.Queue[WebhookPayload] = asyncio.Queue()
 
     async def act(payload: WebhookPayload) -> str:
         await got.put(payload)
-        return "taken"
+        return "accepted"
 
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
     path = receiver.add(act)
@@ -32,9 +32,9 @@ async def test_our_receiver_takes_a_delivery_of_the_registry() -> None:
             payload = await got.get()
         assert (payload.webhook.id, payload.new_sha("main")) == (webhook.id, "b" * 40)
         entry = await until_finished(sender, webhook.id)
-        assert (entry["status"], entry["attempts"][0]["excerpt"]) == ("delivered", '"taken"')
+        assert (entry["status"], entry["attempts"][0]["excerpt"]) == ("delivered", '"accepted"')
         assert (await sender.replay(webhook.id, entry["id"])).status == 200
-        # The same event: the receiver answers, and runs nothing again.
+        # The replay is the same event, so the receiver answers without a second run.
         assert got.empty()
 
 

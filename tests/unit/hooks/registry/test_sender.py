@@ -1,4 +1,4 @@
-"""The queue and its sender, with given clocks: retries, order, suspension, limits, replay."""
+"""Delivery queue and sender with explicit times: retries, order, suspension, limits and replay."""
 
 import asyncio
 import sqlite3
@@ -22,8 +22,8 @@ MINUTE = 60.0
 SETTINGS = RegistrySettings(tokens=("t" * 16,))
 
 
-class Book:
-    """Store that has each webhook, and the recorded results of deliveries."""
+class RecordingStore:
+    """Store that finds every webhook and records the results of deliveries."""
 
     def __init__(self) -> None:
         self.results: list[tuple[str, str]] = []
@@ -36,7 +36,7 @@ class Book:
 
 
 class ScriptedDeliverer:
-    """Return the answers in turn, then status 200; a webhook with a gate waits for it."""
+    """Deliverer that returns the answers in turn, then status 200. A webhook with a gate waits for it."""
 
     def __init__(self) -> None:
         self.answers: list[DeliveryOutcome | Exception] = []
@@ -62,14 +62,14 @@ class ScriptedDeliverer:
 class Sending:
     def __init__(self, path: Path | None = None, **settings: Any):
         self.database = Database(path, [delivery_queue.SCHEMA])
-        self.now, self.book, self.deliverer = 1_700_000_000.0, Book(), ScriptedDeliverer()
+        self.now, self.store, self.deliverer = 1_700_000_000.0, RecordingStore(), ScriptedDeliverer()
         self.sender = Sender(
             self.database,
-            cast(WebhookStore, self.book),
+            cast(WebhookStore, self.store),
             self.deliverer.deliver,
             replace(SETTINGS, **settings),
             clock=lambda: self.now,
-            random=lambda: 0.5,  # no jitter
+            random=lambda: 0.5,  # This value causes no jitter.
         )
 
     async def put(self, number: int, *webhooks: str, subject: str = "model:a/b") -> int:
@@ -81,14 +81,14 @@ class Sending:
         return self.database.run_blocking(delivery_queue.list_deliveries, webhook_id, 100)
 
     async def run(self, *numbers: int, after: float = 0.0, **more: Any) -> None:
-        """Queue these events and send all that is due after so many seconds."""
+        """Queue these events and send all events that are due after ``after`` seconds."""
         for number in numbers:
             await self.put(number, **more)
         self.now += after
         await run_due(self.sender.runner)
 
     def bodies(self) -> list[bytes]:
-        return [parcel.body for _, parcel in self.deliverer.got]
+        return [request.body for _, request in self.deliverer.got]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def sending() -> Iterator[Sending]:
     made.database.close()
 
 
-async def test_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sending) -> None:
+async def test_a_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sending) -> None:
     sending.deliverer.answers = [
         DeliveryOutcome(status=500),
         DeliveryOutcome(error="no connection"),
@@ -115,20 +115,20 @@ async def test_failed_delivery_is_retried_with_the_same_id_and_body(sending: Sen
     assert entry["status"] == "delivered"
     found = [(attempt["status"], attempt["error"]) for attempt in entry["attempts"]]
     assert found == [(500, None), (None, "no connection"), (200, None)]
-    assert sending.book.results == [("one", "delivered")]
+    assert sending.store.results == [("one", "delivered")]
 
 
-async def test_exhausted_delivery_lets_the_next_of_its_repo_start(sending: Sending) -> None:
+async def test_an_exhausted_delivery_lets_the_next_of_its_repo_start(sending: Sending) -> None:
     sending.deliverer.answers = [DeliveryOutcome(status=500)] * 7
     await sending.put(1)
     await sending.put(2)
     for wait in (0, 5, 5 * MINUTE, 30 * MINUTE, 120 * MINUTE, 300 * MINUTE, 600 * MINUTE):
         await sending.run(after=wait)
     assert [entry["status"] for entry in sending.log()] == ["delivered", "failed"]
-    assert sending.book.results == [("one", "exhausted"), ("one", "delivered")]
+    assert sending.store.results == [("one", "exhausted"), ("one", "delivered")]
 
 
-async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending: Sending) -> None:
+async def test_order_is_kept_per_webhook_and_repo(sending: Sending) -> None:
     sending.deliverer.answers = [DeliveryOutcome(status=500)]
     await sending.put(1, subject="model:a/b")
     await sending.run(2, subject="model:a/b")
@@ -138,7 +138,7 @@ async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending
     assert sending.bodies()[2:] == [b'{"number":1}', b'{"number":2}']
 
 
-async def test_slow_target_delays_no_other_and_gets_a_limited_number(sending: Sending) -> None:
+async def test_a_slow_target_does_not_delay_other_targets(sending: Sending) -> None:
     sending.deliverer.gates["slow"] = asyncio.Event()
     for number in range(20):
         await sending.put(number, "slow", "quick", subject=f"model:a/{number}")
@@ -152,7 +152,7 @@ async def test_slow_target_delays_no_other_and_gets_a_limited_number(sending: Se
     assert sending.deliverer.most_at_once <= 8
 
 
-async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog: pytest.LogCaptureFixture) -> None:
+async def test_above_the_limit_the_oldest_deliveries_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     sending = Sending(max_waiting=3)
     for number in range(5):
         await sending.put(number)
@@ -164,7 +164,7 @@ async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog:
     sending.database.close()
 
 
-async def test_held_webhook_gets_its_deliveries_after_its_release(sending: Sending) -> None:
+async def test_a_held_webhook_gets_its_deliveries_after_its_release(sending: Sending) -> None:
     sending.deliverer.answers = [DeliveryOutcome(status=500)]
     await sending.run(1)
     sending.database.run_blocking(delivery_queue.hold_webhook, "one")
@@ -193,7 +193,7 @@ async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending:
     assert await sending.sender.replay("other", entry["id"]) is None
 
 
-async def test_exception_in_a_delivery_is_a_failed_attempt_without_its_text(sending: Sending) -> None:
+async def test_an_exception_is_a_failed_attempt_without_its_text(sending: Sending) -> None:
     sending.deliverer.answers = [KeyError("/root/secret")]
     await sending.put(1)
     await sending.put(2, "two")
@@ -203,7 +203,7 @@ async def test_exception_in_a_delivery_is_a_failed_attempt_without_its_text(send
     assert sending.log("two")[0]["status"] == "delivered"
 
 
-async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sending: Sending) -> None:
+async def test_old_log_entries_are_deleted_but_never_waiting_entries(sending: Sending) -> None:
     for number in range(6):
         sending.deliverer.answers = [DeliveryOutcome(status=500, retry_after=1000.0)] if number == 0 else []
         await sending.run(number, subject=f"model:a/{number}")
@@ -211,7 +211,7 @@ async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sendi
     assert sending.database.run_blocking(delivery_queue.prune_log, sending.now - 3.5, 100) == 2
     assert sending.database.run_blocking(delivery_queue.prune_log, 0.0, 1) == 2
     assert [entry["status"] for entry in sending.log()] == ["delivered", "waiting"]
-    messages = sending.database.run_blocking(lambda one: one.execute("SELECT * FROM messages").fetchall())
+    messages = sending.database.run_blocking(lambda connection: connection.execute("SELECT * FROM messages").fetchall())
     assert len(messages) == 2
 
 
@@ -222,5 +222,5 @@ async def test_the_log_is_paged(sending: Sending) -> None:
     older = sending.database.run_blocking(delivery_queue.list_deliveries, "one", 2, newest[-1]["id"])
     assert [entry["id"] for entry in newest + older] == [entry["id"] for entry in sending.log()][:4]
     assert sending.database.run_blocking(delivery_queue.list_deliveries, "one", 2, "unknown") == []
-    # The others of a lane have no time of their own: they wait for the oldest.
+    # Only the oldest delivery of a lane has a time. The other deliveries wait for it.
     assert [entry["nextAttemptAt"] is None for entry in sending.log()] == [True] * 4 + [False]

@@ -1,4 +1,4 @@
-"""Beginning and end: what is refused to begin, a kill in the middle, an end in time whatever hangs."""
+"""Start and stop of the registry: refused settings, recovery after kills, and a stop in time."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from tests.testing.target import Delivery, target_server
 from tests.testing.waiting import until
 from tests.unit.hooks.registry.serving import TOKEN, serve, settings
 
-# Makes the webhook at its first start, emits numbered events, and prints each number when its event is queued.
+# Creates the webhook at the first start, emits numbered events, and prints each number when its event is queued.
 SERVER = """
 import asyncio, sys
 from pathlib import Path
@@ -59,7 +59,7 @@ class Process:
         await until(lambda: self.queued >= number or self._process.poll() is not None, within=60)
 
     def kill(self) -> int:
-        """End the process; return the number of the last event that is known to be queued."""
+        """Kill the process; return the number of the last event that is certainly queued."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._reader.join()
@@ -75,7 +75,7 @@ def numbers(got: Sequence[Delivery]) -> dict[int, set[str]]:
     return found
 
 
-async def test_killed_server_repeats_the_delivery_with_the_same_id(tmp_path: Path) -> None:
+async def test_a_killed_server_repeats_the_delivery_with_the_same_id(tmp_path: Path) -> None:
     async with target_server() as target:
         target.gate.clear()
         first = Process(tmp_path / "registry.sqlite3", target.url, 0, 1)
@@ -97,7 +97,7 @@ async def test_random_kills_lose_no_event_and_keep_the_ids(tmp_path: Path) -> No
             process = Process(tmp_path / "registry.sqlite3", target.url, emitted, count)
             await process.until_queued(min(emitted + chance.randrange(10, 60), count - 1))
             await asyncio.sleep(chance.random() * 0.05)
-            # An event that was queued but not printed before the kill is emitted again, as another event.
+            # An event that is queued but not printed before the kill is emitted again as another event.
             emitted = process.kill() + 1
             assert emitted > 0, f"kill {kill}"
         process = Process(tmp_path / "registry.sqlite3", target.url, emitted, count)
@@ -112,7 +112,7 @@ async def test_random_kills_lose_no_event_and_keep_the_ids(tmp_path: Path) -> No
             assert firsts == sorted(firsts)
 
 
-async def test_it_stops_in_time_while_a_target_hangs(tmp_path: Path, pauses: Pauses) -> None:
+async def test_the_registry_stops_in_time_while_a_target_hangs(tmp_path: Path, pauses: Pauses) -> None:
     made = settings(database=tmp_path / "registry.sqlite3")
     async with target_server() as target:
         target.gate.clear()
@@ -124,7 +124,7 @@ async def test_it_stops_in_time_while_a_target_hangs(tmp_path: Path, pauses: Pau
         assert pauses.running(began) < 2
 
 
-async def test_a_name_server_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_name_server_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: hang.wait(30) and [])
     monkeypatch.setattr("hooks.registry.delivery.RESOLVE_TIMEOUT", 0.05)
@@ -133,7 +133,7 @@ async def test_a_name_server_that_does_not_answer_holds_up_no_end(monkeypatch: p
     hang.set()
 
 
-async def test_a_host_that_nobody_knows_yet_may_be_registered(tmp_path: Path) -> None:
+async def test_an_unresolvable_host_may_be_registered(tmp_path: Path) -> None:
     async def unknown(host: str, port: int) -> list[str]:
         raise OSError("no such host")
 
@@ -168,7 +168,7 @@ async def test_two_processes_do_not_send_from_one_database(tmp_path: Path) -> No
         *(({"waits": waits}, "waits: .* none below 0") for waits in ((), (-1.0,))),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(named: dict, reason: str) -> None:
+def test_invalid_settings_are_refused(named: dict, reason: str) -> None:
     with pytest.raises(InvalidSettings, match=reason):
         RegistrySettings(**{"tokens": (TOKEN,), **named})
     assert TOKEN not in repr(RegistrySettings(tokens=(TOKEN,)))

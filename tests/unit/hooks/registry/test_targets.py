@@ -1,4 +1,4 @@
-"""Which addresses are refused, in whatever way they are written, and what an allowed network changes."""
+"""Refused target addresses in all spellings, and the effect of an allowed network."""
 
 from ipaddress import ip_network
 
@@ -9,7 +9,7 @@ from hooks.errors import UnsafeTarget
 
 PUBLIC = "93.184.215.14"
 
-# What the refusal of a URL says, and the URLs; a text without a slash is a host for "http://HOST/".
+# Text of each refusal and the refused URLs. A text without a slash is a host for "http://HOST/".
 REFUSED = {
     "loopback": ["127.0.0.1", "127.8.9.1:8000", "[::1]", "[::ffff:127.0.0.1]", "[2002:7f00:1::]", "[64:ff9b::7f00:1]"],
     "unspecified": ["0.0.0.0", "[::]"],
@@ -54,10 +54,10 @@ def test_an_unsafe_url_is_refused_with_the_reason(url: str, reason: str) -> None
         "https://example.com/hook?x=1",
         f"http://{PUBLIC}:8080/",
         "http://[2606:2800::1]/",
-        "http://[2002:5db8:d70e::]/",  # 6to4 of a public address: as what it leads to, on every Python
+        "http://[2002:5db8:d70e::]/",  # This 6to4 address contains a public address.
     ],
 )
-def test_a_public_url_is_taken(url: str) -> None:
+def test_a_public_url_is_accepted(url: str) -> None:
     assert TargetRules().parse_url(url).url == url
 
 
@@ -72,7 +72,7 @@ def test_a_public_url_is_taken(url: str) -> None:
         ("169.254.169.254/32", "http://169.254.169.254/"),
     ],
 )
-def test_an_allowed_network_is_sent_to(network: str, url: str) -> None:
+def test_addresses_of_an_allowed_network_are_accepted(network: str, url: str) -> None:
     with pytest.raises(UnsafeTarget):
         TargetRules().parse_url(url)
     assert TargetRules((ip_network(network),)).parse_url(url).addresses
@@ -87,12 +87,12 @@ def test_an_allowed_network_is_sent_to(network: str, url: str) -> None:
         ("0.0.0.0/0", "http://[::1]/"),
     ],
 )
-def test_allowed_network_permits_no_other_and_no_metadata_server(network: str, url: str) -> None:
+def test_an_allowed_network_permits_no_other_address(network: str, url: str) -> None:
     with pytest.raises(UnsafeTarget, match="--registry-allow "):
         TargetRules((ip_network(network),)).parse_url(url)
 
 
-async def test_a_name_is_refused_when_any_of_its_addresses_is() -> None:
+async def test_a_name_is_refused_if_one_of_its_addresses_is_refused() -> None:
     async def resolve(host: str, port: int) -> list[str]:
         assert (host, port) == ("robot.example", 443)
         return [PUBLIC, "10.0.0.7"]

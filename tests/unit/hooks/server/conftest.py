@@ -1,4 +1,4 @@
-"""Servers that are closed after the test, requests to them, and scripts as processes of their own."""
+"""Fixtures: servers that are closed after the test, requests to them, and scripts as separate processes."""
 
 import os
 import signal
@@ -47,8 +47,10 @@ Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES and not name.startswith("PYTEST")}
-    return kept | {serving.PORT: "0", "XDG_STATE_HOME": str(tmp_path / "state")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in SWITCHES and not name.startswith("PYTEST")
+    }
+    return inherited | {serving.PORT: "0", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
 @pytest.fixture
@@ -68,14 +70,14 @@ def script(tmp_path: Path, environment: dict[str, str]) -> Script:
         )
         try:
             assert process.stdout is not None
-            told = []
+            output = []
             for line in process.stdout:
-                told.append(line)
+                output.append(line)
                 if line.startswith("Go to "):
                     break
             else:
-                raise AssertionError(f"it did not serve: {told} {process.communicate(timeout=60)[1]}")
-            yield process, next(line.split()[-1] for line in told if line.startswith("Running on local URL"))
+                raise AssertionError(f"the script did not serve: {output} {process.communicate(timeout=60)[1]}")
+            yield process, next(line.split()[-1] for line in output if line.startswith("Running on local URL"))
         finally:
             if process.poll() is None:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Scripts as processes: what starts at their end, and what does not."""
+"""Scripts as processes: the server that starts at their end."""
 
 import signal
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from hooks.payload import sample
 from tests.unit.hooks.server.conftest import ask, end
 
-# As documented, and nothing else is imported.
+# The documented example, without other imports.
 PLAIN = """
 from hooks import WebhookPayload, webhook_endpoint
 
@@ -35,9 +35,9 @@ async def loop():
 
 
 def run(tmp_path: Path, environment: dict[str, str], text: str, *flags: str, **more: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a script that ends by itself."""
+    """Run a script that ends by itself; return its exit code, output and errors."""
     (tmp_path / "app.py").write_text(text)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *flags, "app.py"],
         cwd=tmp_path,
         env=environment | more,
@@ -46,7 +46,7 @@ def run(tmp_path: Path, environment: dict[str, str], text: str, *flags: str, **m
         timeout=60,
         check=False,
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -69,7 +69,7 @@ def count(payload: WebhookPayload, event: Event):
 """
 
 
-def test_a_duplicate_is_known_after_a_kill_without_any_setup(script, tmp_path):
+def test_duplicates_are_detected_after_a_kill_by_default(script, tmp_path):
     for _ in range(2):
         with script(COUNTING) as (process, url):
             for _ in range(3):
@@ -85,14 +85,14 @@ def test_handlers_can_use_pools_at_the_end_of_a_script(script):
         assert end(process)[0] == 0
 
 
-WANTED_PORT = "wanted a number from 0 to 65535 (0: any free port)"
+PORT_ERROR = "wanted a number from 0 to 65535 (0: any free port)"
 
 
 @pytest.mark.parametrize(
     ("more", "switches", "code", "error"),
     [
         ("", {"ROBOJAX_WEBHOOKS_AT_EXIT": "0"}, 0, ""),
-        ("", {"GRADIO_SERVER_PORT": "80000"}, 1, f"webhooks: port 80000: {WANTED_PORT}"),
+        ("", {"GRADIO_SERVER_PORT": "80000"}, 1, f"webhooks: port 80000: {PORT_ERROR}"),
         ("raise KeyError('mine')\n", {}, 1, "KeyError: 'mine'"),
     ],
     ids=["disabled", "invalid port", "crashed script"],
@@ -103,14 +103,14 @@ def test_no_server_starts_and_the_script_keeps_its_exit_code(tmp_path, environme
     assert errors.count("Traceback") == (1 if more else 0)
 
 
-def test_nothing_starts_after_a_server_was_launched_by_hand(tmp_path, environment):
+def test_no_second_server_starts_after_an_explicit_launch(tmp_path, environment):
     text = PLAIN + "trigger_training.launch(prevent_thread_lock=True)\n"
     code, output, errors = run(tmp_path, environment, text)
     assert (code, "Traceback" in errors) == (0, False)
     assert output.count("Running on local URL") == 1
 
 
-def test_nothing_starts_in_a_child_process_that_imports_the_script(tmp_path, environment):
+def test_no_server_starts_in_a_child_process_of_the_script(tmp_path, environment):
     text = PLAIN + (
         "if __name__ == '__main__':\n"
         "    import multiprocessing, os\n"
@@ -134,7 +134,7 @@ def stuck():
 """
 
 
-def test_a_handler_that_hangs_does_not_keep_the_server_from_ending(script):
+def test_a_hanging_handler_does_not_delay_the_end_of_the_server(script):
     with script(STUCK) as (process, url):
         threading.Thread(target=ask, args=(f"{url}/webhooks/stuck", {}), daemon=True).start()
         assert process.stdout is not None

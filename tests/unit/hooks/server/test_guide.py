@@ -13,8 +13,8 @@ PYTHON = [text for language, text in BLOCKS if language == "python"]
 
 def test_the_first_script_serves_both_of_its_endpoints(script):
     with script(PYTHON[0]) as (process, url):
-        told = ask(f"{url}/webhooks/trigger_training", sample(repo_type="dataset", repo="lab/cubes", sha="c0ffee"))
-        assert told.json() == {"train": "lab/cubes", "at": "c0ffee"}
+        response = ask(f"{url}/webhooks/trigger_training", sample(repo_type="dataset", repo="lab/cubes", sha="c0ffee"))
+        assert response.json() == {"train": "lab/cubes", "at": "c0ffee"}
         assert ask(f"{url}/webhooks/robots/arm", sample(repo="lab/arm", sha="c0ffee")).json() == "c0ffee"
         code, errors = end(process)
         assert (code, "Traceback" in errors) == (0, False)

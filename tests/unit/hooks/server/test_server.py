@@ -32,7 +32,7 @@ def test_registration_returns_the_function_and_sets_the_path(make, path):
     assert dict(server.registered_webhooks) == {f"/webhooks/{(path or 'implicit').strip('/')}": implicit}
 
 
-def test_pages_of_the_server_are_no_webhooks(make):
+def test_paths_of_the_servers_pages_are_refused_as_webhooks(make):
     with pytest.raises(InvalidWebhook, match="choose another path"):
         make().add_webhook("_events/mine")(lambda: None)
 
@@ -43,18 +43,18 @@ class Robot:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("value", "message"),
     [
         (classmethod(Robot.on_push), "found classmethod"),
         (Robot, "found type <class '.*Robot'>"),
         (7, "wanted a function, or a path"),
     ],
 )
-def test_what_is_no_function_is_refused_with_what_to_do(make, wrong, message):
+def test_a_value_that_is_not_a_function_is_refused(make, value, message):
     with pytest.raises(TypeError, match=message):
-        make().add_webhook(wrong)
+        make().add_webhook(value)
     with pytest.raises(TypeError):
-        webhook_endpoint("x")(wrong)
+        webhook_endpoint("x")(value)
 
 
 def test_webhook_endpoint_returns_the_function_with_run_and_launch():
@@ -77,7 +77,7 @@ def test_webhook_endpoint_returns_the_function_with_run_and_launch():
         get_default_server.cache_clear()
 
 
-def test_secret_guards_the_handlers_but_not_the_own_page(make):
+def test_the_secret_protects_handlers_but_not_the_landing_page(make):
     server = make("<h1>Hello World!</h1>", "my_webhook_secret")
 
     @server.add_webhook
@@ -86,8 +86,8 @@ def test_secret_guards_the_handlers_but_not_the_own_page(make):
 
     with server:
         url = f"{server.url}/webhooks/scope"
-        told = ask(url, sample("discussion"), **SECRET)
-        assert (told.status_code, told.json()) == (200, {"scope": "discussion", "method": "POST"})
+        response = ask(url, sample("discussion"), **SECRET)
+        assert (response.status_code, response.json()) == (200, {"scope": "discussion", "method": "POST"})
         assert ask(url, {}).status_code == 401
         assert ask(url, {}, x_webhook_secret="wrong").status_code == 403
         assert ask(f"{server.url}/").text == "<h1>Hello World!</h1>"
@@ -98,34 +98,34 @@ def test_the_start_prints_addresses_routes_and_the_missing_secret(make, capsys):
     server.add_webhook("test_webhook")(lambda: None)
     server.launch(prevent_thread_lock=True)
     server.launch(prevent_thread_lock=True)  # The second launch only prints.
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     addresses = (
         "Webhooks are correctly setup and ready to use:\n",
         f"  - POST {server.local_url}/webhooks/test_webhook\n",
     )
-    assert [told.count(part) for part in (*addresses, "open to everyone", "set `WEBHOOK_SECRET`")] == [2, 2, 1, 1]
+    assert [output.count(part) for part in (*addresses, "open to everyone", "set `WEBHOOK_SECRET`")] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
     "start", ["GET /healthz HTTP/1.1\r\nX: ", "GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"]
 )
-def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
+def test_a_request_that_arrives_byte_by_byte_is_ended(make, monkeypatch, start):
     monkeypatch.setattr(application, "REQUEST_TIMEOUT", 0.3)
     with make() as server:
         server.app.config.RESPONSE_TIMEOUT = 0.3
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as line:
             line.sendall(start.encode())
-            until, told = time.monotonic() + 30, b""
+            until, output = time.monotonic() + 30, b""
             line.settimeout(0.05)
-            while not told and time.monotonic() < until:
+            while not output and time.monotonic() < until:
                 with contextlib.suppress(TimeoutError):
-                    told = line.recv(100)
+                    output = line.recv(100)
                 with contextlib.suppress(OSError):
                     line.sendall(b"a")
             line.settimeout(30)
             with contextlib.suppress(ConnectionResetError):
                 assert b"" in iter(lambda: line.recv(4096), None), "the connection stays open"
-    assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
+    assert output.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
 
 
 @pytest.mark.parametrize(
@@ -138,30 +138,30 @@ def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
         (b"GET /healthz HTTP/1.1\r\n" + b"X-Some: 1\r\n" * 10_000 + b"\r\n", 413),
         (b"POST /webhooks/x HTTP/1.1\r\nContent-Length: 99999999\r\nExpect: 100-continue\r\n\r\n", 413),
     ],
-    ids=["no request", "no URL", "TLS", "100 headers", "10,000 headers", "a large body"],
+    ids=["no method", "invalid URL", "TLS", "100 headers", "10,000 headers", "a large body"],
 )
 def test_a_malformed_or_large_request_is_answered_and_closed(make, caplog, sent, status):
     server = make()
     server.add_webhook("x")(lambda payload: None)
     with server, socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as line:
         line.sendall(sent)
-        told = b"".join(iter(lambda: line.recv(4096), b""))
-    assert told.startswith(b"HTTP/1.1 %d " % status)
+        output = b"".join(iter(lambda: line.recv(4096), b""))
+    assert output.startswith(b"HTTP/1.1 %d " % status)
     assert "uncaught" not in caplog.text
 
 
-async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(make):
+async def test_a_burst_of_connections_is_accepted_while_the_loop_is_busy(make):
     app = make().app
     listener = open_listener("127.0.0.1", (0,))
     address = listener.getsockname()
     async with serve_app(app, listener):
         with contextlib.ExitStack() as held:
-            # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
+            # The blocked event loop accepts nothing here. A refused connection would be retried after one second.
             for _ in range(300):
                 held.enter_context(socket.create_connection(address, timeout=0.5))
 
 
-def test_ports_are_gradios():
+def test_ports_are_chosen_as_gradio_chooses_them():
     assert choose_address(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
     assert choose_address(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
     assert choose_address(None, None, {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "1"}) == ("0.0.0.0", (1,))
@@ -172,7 +172,7 @@ def test_ports_are_gradios():
         choose_address(None, 65536, {})
 
 
-def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
+def test_a_default_port_may_be_replaced_but_a_named_port_may_not(make):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with open_listener("127.0.0.1", (port, 0)) as other:
@@ -181,7 +181,7 @@ def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
             make(port=port).launch(prevent_thread_lock=True)
 
 
-async def test_where_a_loop_runs_launch_returns_and_two_servers_serve(make):
+async def test_launch_returns_in_a_running_loop_and_two_servers_serve(make):
     one, two = make(), make()
     one.add_webhook("x")(lambda: 1)
     two.add_webhook("x")(lambda: 2)
@@ -191,7 +191,7 @@ async def test_where_a_loop_runs_launch_returns_and_two_servers_serve(make):
     assert [answer.json() for answer in answers] == [1, 2]
 
 
-def test_a_closed_server_can_be_launched_again_with_more(make):
+def test_a_closed_server_can_be_launched_again_with_more_webhooks(make):
     server = make()
     server.add_webhook("x")(lambda: 1)
     with server:
@@ -206,7 +206,7 @@ def test_a_closed_server_can_be_launched_again_with_more(make):
         assert ask(f"{server.url}/webhooks/y", {}).json() == 2
 
 
-def test_a_start_that_fails_raises_and_leaves_nothing_behind(make, tmp_path):
+def test_a_failed_start_raises_and_can_be_repeated(make, tmp_path):
     settings = ReceiverSettings(database=tmp_path / "events.sqlite")
     first, second = make(settings=settings), make(settings=settings)
     with first, pytest.raises(StoreError, match="another receiver"):
@@ -216,7 +216,7 @@ def test_a_start_that_fails_raises_and_leaves_nothing_behind(make, tmp_path):
         assert ask(f"{second.url}/healthz").status_code == 200
 
 
-def test_secret_and_database_come_from_arguments_then_from_the_environment(monkeypatch, tmp_path):
+def test_arguments_take_precedence_over_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("WEBHOOK_SECRET", "from-the-environment")
     monkeypatch.setenv("ROBOJAX_WEBHOOKS_DATABASE", str(tmp_path / "a.sqlite"))
     assert WebhooksServer().settings.database == tmp_path / "a.sqlite"
@@ -228,8 +228,8 @@ def test_secret_and_database_come_from_arguments_then_from_the_environment(monke
     assert WebhooksServer().settings.secrets == ()
 
 
-def test_blueprint_replaces_the_landing_page(make):
-    own = Blueprint("own")
-    own.add_route(lambda request: text("own"), "/", name="page")
-    with make(own) as server:
+def test_a_blueprint_replaces_the_landing_page(make):
+    blueprint = Blueprint("own")
+    blueprint.add_route(lambda request: text("own"), "/", name="page")
+    with make(blueprint) as server:
         assert ask(f"{server.url}/").text == "own"
