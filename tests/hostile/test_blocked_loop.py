@@ -63,7 +63,7 @@ async def moving(place: Place) -> AsyncIterator[tuple[Arm, Script]]:
     async with AsyncExitStack() as stack:
         policy = Script(place.folder / f"policy{next(_numbers)}")
         made = await stack.enter_async_context(arm(place.server, policy, f"arm{next(_numbers)}"))
-        made.goes_through(place.rooms)
+        made.route_through(place.rooms)
         await made.go()
         yield made, policy
 
@@ -167,7 +167,7 @@ async def test_stop_is_prompt_while_an_inference_hangs(place: Place, moving: tup
     """The inference hangs in its thread while the robot executes the previous action chunk."""
     arm, policy = moving
     try:
-        policy.says("hang")
+        policy.set_mode("hang")
         await arm.until(lambda session: session["stats"]["watch"]["inference_age_ms"])
         pressed = time.monotonic()
         method, path = ("DELETE", "") if move == "delete" else ("POST", f"/{move}")
@@ -180,7 +180,7 @@ async def test_stop_is_prompt_while_an_inference_hangs(place: Place, moving: tup
             assert bool(session["stats"]["emergency_stop"]) == (move == "emergency_stop")
         arm.check_motion_ended(pressed, PERIOD + 0.02)
     finally:
-        policy.says("good")
+        policy.set_mode("good")
 
 
 async def test_only_one_of_two_servers_commands_the_robot_of_a_session(place: Place) -> None:

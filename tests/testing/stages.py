@@ -1,8 +1,8 @@
-"""Stages of a run: the order of all tests, for one process and for several.
+"""Stages of a test run: the order of all tests, for one or several processes.
 
-Models are compiled first, then long tests. Tests that keep real time (``timed``) begin when no process computes, in two
-of the three processes of ``--dist loadfile``; tests that need the whole machine (``alone``) come last. Processes wait
-for each other at both borders: each holds a lock on every border that it has not reached.
+Models are compiled first, then long tests run. Tests that keep real time (``timed``) begin when no process computes,
+in two of the three processes of ``--dist loadfile``; tests that need the whole machine (``alone``) come last. The
+processes wait for each other at both borders: each holds a lock for each border that it has not reached.
 """
 
 import gc
@@ -19,10 +19,10 @@ import pytest
 from filelock import FileLock
 from xdist.scheduler import LoadFileScheduling
 
-STAGES = ("models", "long", "", "timed", "alone")  # by mark; without any it is the third
+STAGES = ("models", "long", "", "timed", "alone")  # By mark; tests without a mark run in the third stage.
 BORDERS = ("timed", "alone")
 TESTS = Path(__file__).parents[1]
-# Marks of whole folders; other modules have theirs as `pytestmark`.
+# Marks of whole folders; other modules set `pytestmark`.
 FOLDERS = {
     "unit/jaxmodels": "models",
     "parity": "models",
@@ -34,14 +34,14 @@ FOLDERS = {
     "faults": "timed",
     "e2e": "timed",
 }
-# Thresholds of the garbage collector: Python's own, and those of tests that trace models and make millions of objects.
+# Thresholds of the garbage collector: Python's own, and larger ones for tests that trace models.
 GARBAGE = gc.get_threshold(), (50_000, 20, 20)
-KEEPING_TIME = 2  # processes at the most
-HELD = "PYTEST_STAGES"  # the folder of the locks, for all processes of a run
-# In it: files that keep real time, for the process that gives the files out, which collects nothing itself.
+KEEPING_TIME = 2  # Maximum number of processes that run ``timed`` tests.
+HELD = "PYTEST_STAGES"  # Folder of the locks, shared by all processes of a run.
+# File in it that lists the ``timed`` files for the controller, which collects no tests itself.
 TIMED = "timed.json"
 stages = pytest.StashKey[dict[Path, int]]()
-reached = pytest.StashKey[str]()  # the stage of the last test
+reached = pytest.StashKey[str]()  # Stage of the last test.
 locks = pytest.StashKey[dict[str, FileLock]]()
 
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.path.is_relative_to(TESTS / folder):
                 item.add_marker(mark)
         if item.get_closest_marker("models") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(600))  # a slow machine compiles a model for a minute
+            item.add_marker(pytest.mark.timeout(600))  # A slow machine needs a minute to compile a model.
         marks = [number for number, mark in enumerate(STAGES) if mark and item.get_closest_marker(mark)]
         stage[item.path] = max(stage.get(item.path, 0), *marks, STAGES.index("") if not marks else 0)
         if item.get_closest_marker("slow"):
@@ -95,7 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "Scheduler |
 
 
 class Scheduler(LoadFileScheduling):
-    """Files in the order of the list; those that keep real time for the first processes alone."""
+    """Schedule files in the order of the list, and ``timed`` files only on the first processes."""
 
     _timed: frozenset[str]
 
@@ -114,7 +114,7 @@ class Scheduler(LoadFileScheduling):
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # modules and the list of tests stay to the end
+    gc.freeze()  # Modules and the list of tests live until the end.
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -122,10 +122,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     mark = STAGES[item.config.stash[stages][item.path]]
     if mark != item.config.stash.get(reached, None):
         if "jax" in sys.modules:
-            sys.modules["jax"].clear_caches()  # models that were compiled quickly, or that nobody needs any more
+            sys.modules["jax"].clear_caches()  # Drop models of earlier stages.
         gc.collect()
         if mark == "timed":
-            gc.freeze()  # what all the tests before have left is not looked through in the middle of a tick
+            gc.freeze()  # Later collections skip the objects of earlier tests.
             gc.set_threshold(*GARBAGE[0])
     item.config.stash[reached] = mark
     held = item.config.stash[locks]
@@ -133,6 +133,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         if border in held:
             held.pop(border).release()
             for other in Path(os.environ[HELD]).glob(f"{border}-*"):
-                with FileLock(other):  # free when its process is there too, or has ended
+                with FileLock(other):  # Released at the border or at the end of its process.
                     pass
     return (yield)
