@@ -121,9 +121,8 @@ async def test_encoding_all_pictures_takes_a_small_part_of_a_core(server, monkey
     await server.create()
     pictures = server.app.ctx.live.pictures
     encode = pictures._encode
-    monkeypatch.setattr(
-        pictures, "_encode", lambda frames: (encode(frames)[0], 0.02)
-    )  # As if encoding a frame took 20 ms.
+    # As if encoding a frame took 20 ms.
+    monkeypatch.setattr(pictures, "_encode", lambda frames: (encode(frames)[0], 0.02))
     async with opened(server) as page:
         await page.say(type="look", session="arm", pictures=True)
         began = asyncio.get_running_loop().time()

@@ -326,9 +326,10 @@ async def test_adoption_with_a_lost_response_is_completed(servers: Servers) -> N
     await servers.a.create("arm")
     await servers.lose(servers.a)
     owning = await servers.b.front._query(servers.b.front._database, session_table.find_front, "a")
+    # The response is lost.
     await servers.b.front._query(
         servers.b.front._database, session_table.adopt, "b", servers.b.front._process, "arm", owning
-    )  # The response is lost.
+    )
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert await servers.b.listed() == {"arm": "interrupted"}
 
@@ -392,10 +393,11 @@ async def test_second_server_with_the_same_name_does_not_start(
     await servers.a.create("arm")
     monkeypatch.setattr(peers, "LEASE", 0.0)
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
+    # Another address: it asks server a. The same address: it reads the heartbeat.
     for url in (
         servers.b.url,
         servers.a.front.url,
-    ):  # Another address: it asks server a. The same address: it reads the heartbeat.
+    ):
         await servers.a.front._beat()
         twin = servers.another("a", url, servers.b)
         with pytest.raises(FrontNameTaken, match=r"another server has the name a.*--front-name"):

@@ -202,15 +202,14 @@ async def test_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, re
 async def test_policy_that_cannot_read_the_instruction_is_refused(rig: Rig) -> None:
     reads = replace(SO100_REQUIREMENTS, language=True)
     rig.policies["owner/name"] = ScriptedPolicy(reads, commit=SHA)
-    session = await rig.sessions.create(
-        replace(NEW, language_instruction="lift")
-    )  # The session has no observation yet.
+    # The session has no observation yet.
+    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))
     verdict = await rig.prepare(ScriptedPolicy(reads, unreadable="lift"))
     assert (verdict.reason, session.policies.staged) == ("policy_failed", None)
     assert "no instruction" in verdict.text
     better = ScriptedPolicy(reads)
     assert (await rig.prepare(better)).reason is None
-    assert set(better.progress) == {("lift",)}
+    assert set(better.told) == {("lift",)}
 
 
 @pytest.mark.parametrize("policy", [ScriptedPolicy(compile_failure=DeviceGone("gone")), ScriptedPolicy(step=30.0)])
@@ -293,9 +292,8 @@ async def test_bad_policy_is_refused_while_the_old_runs(policy: ScriptedPolicy, 
         # A slow first inference would raise the reference for all later ones.
         usual = session.robot_io.runner.seconds["total"]
         await until(lambda: (usual.percentile(90) or 0.0) < 0.05)
-        while not missed or (
-            missed[-1] > 1 and len(missed) < 5
-        ):  # A busy machine may cost some ticks, but not each time.
+        # A busy machine may cost some ticks, but not each time.
+        while not missed or (missed[-1] > 1 and len(missed) < 5):
             before, kept_waiting = session.robot_io.controller.missed_ticks, LostTicks(pauses)
             verdict = await rig.prepare(policy)
             missed.append(session.robot_io.controller.missed_ticks - before - kept_waiting.ticks)

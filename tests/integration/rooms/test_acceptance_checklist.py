@@ -23,8 +23,8 @@ def api(caller):
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 async def test_list_of_an_unknown_workspace_is_empty(api, kind):
-    listed = {"success": True, "workspace_id": "presence", "rooms": [], "total": 0}
-    assert await api.call("GET", f"/{kind}/workspaces/nobody/rooms") == (200, listed)
+    listed = {"success": True, "workspace_id": "unknown", "rooms": [], "total": 0}
+    assert await api.call("GET", f"/{kind}/workspaces/unknown/rooms") == (200, listed)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from robojax.robot.fit import compare_joints, compare_rates, compare_units, read
 
 WIRE = ["Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"]
 ALOHA = [f"{side}_{number}" for side in ("left", "right") for number in range(7)]
-CALIBRATION = {
-    name: JointCalibration(servo, 0, 0, 1024, 3072) for name, servo in JOINTS.items()
-}  # 90 degrees in each direction.
+# 90 degrees in each direction.
+CALIBRATION = {name: JointCalibration(servo, 0, 0, 1024, 3072) for name, servo in JOINTS.items()}
 
 
 def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
