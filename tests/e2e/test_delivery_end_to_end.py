@@ -1,6 +1,6 @@
-"""A push to the Hub reaches an arm that works, on the real stack: server, simulated arm and a Hub of our own.
+"""A push to the Hub reaches a moving arm on the real stack: server, simulated arm and the stub Hub.
 
-A good push swaps the policy once and costs nothing; bad ones change nothing.
+A valid push swaps the policy once without missed commands; invalid pushes change nothing.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from tests.testing.waiting import until
 
 POLICY = Path(__file__).parents[2] / "robojax" / "sim" / "policy"
 REPO, SECRET, SESSION = "lab/pick", "a-secret-of-some-length", "demo-arm"
-RATE = 25  # ticks per second of the arm
-WITHHELD = 0.02  # seconds of waiting for a core, within a twentieth of a second, of which a tick may be late
+RATE = 25  # Ticks per second of the arm.
+WITHHELD = 0.02  # Seconds without a core, within 0.05 s, that may delay a tick.
 
 
 def policy_files(scale: float = 1.0) -> dict[str, bytes | str]:
-    """The shipped policy as a push, its weights scaled (1.0001 is another policy that does the same)."""
+    """Return the files of the shipped policy with scaled weights; 1.0001 makes an equivalent new policy."""
     files: dict[str, bytes | str] = {
         path.name: path.read_bytes() for path in POLICY.iterdir() if path.suffix in (".json", ".safetensors")
     }
@@ -63,20 +63,20 @@ class Stage:
         return (await self.get(f"/sessions/{SESSION}"))["stats"]
 
     async def deployments(self) -> list[dict[str, Any]]:
-        """Those that ended, the oldest first."""
+        """Return the ended deployments, oldest first."""
         return [one for one in reversed(await self.get("/deployments")) if one["result"] is not None]
 
     def excused(self, since: float, until: float = math.inf) -> int:
-        """Ticks that a robot misses because the machine stood still, or the server was not given a core, meanwhile."""
+        """Return the number of ticks missed because the machine paused or the server had no core."""
         until = min(until, time.monotonic())
         looks = [look for look in self.meter.waited if since <= look[0] <= until + PERIOD * LOOK]
         withheld = [later - earlier for (_, earlier), (_, later) in pairwise(looks) if later - earlier > WITHHELD]
-        # Each takes its part of a tick more at its end.
+        # Each pause may cost one more partial tick at its end.
         return sum(math.ceil(seconds * RATE) + 1 for seconds in (*self.pauses.all(since, until), *withheld))
 
     async def until_moving(self) -> None:
         async with asyncio.timeout(60):
-            while not (await self.stats()).get("chunks"):  # noqa: ASYNC110 - it is another process that moves
+            while not (await self.stats()).get("chunks"):  # noqa: ASYNC110 - another process moves the arm
                 await asyncio.sleep(0.1)
 
     async def until(self, claim: Callable[[list[dict[str, Any]]], Any], within: float = 60.0) -> list[dict[str, Any]]:
@@ -95,7 +95,8 @@ async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "WEBHOOK_SECRET": SECRET,
         "ROBOJAX_UPDATE_QUIET": "1",
         "ROBOJAX_UPDATE_PROBATION": "3",
-        "ROBOJAX_UPDATE_SLOW": "100",  # or a pause of this machine while it is tried would be held against the policy
+        # A pause of this machine during the trial must not count against the policy.
+        "ROBOJAX_UPDATE_SLOW": "100",
         "ROBOJAX_UPDATE_POLL": "0",
         "ROBOJAX_STATE": str(tmp_path / "state"),
     }.items():
@@ -136,12 +137,12 @@ async def _drain(process: Child) -> None:
 
 async def _listen(stage: Stage) -> None:
     while (line := await stage.arm.next_line()) is not None:
-        told = json.loads(line)
-        if told["event"] in ("episode", "failed"):
-            stage.outcomes.append(told | {"at": time.monotonic()})
+        outcome = json.loads(line)
+        if outcome["event"] in ("episode", "failed"):
+            stage.outcomes.append(outcome | {"at": time.monotonic()})
 
 
-@pytest.mark.alone  # a policy is on probation in it, and what computes beside it makes a sound one look slow
+@pytest.mark.alone  # Concurrent load would make a policy on probation slow.
 @pytest.mark.timeout(600)
 async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: Pauses) -> None:
     with StubHub() as hub:
@@ -156,7 +157,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert (await stage.stats())["policy_commit"] == first
             await stage.until_moving()
 
-            # LeRobot publishes in four commits; deliveries come twice and in any order.
+            # LeRobot publishes in four commits; each delivery arrives twice and in any order.
             before, began = await stage.stats(), time.monotonic()
             hub.deliveries.plan = DeliveryPlan(copies=2, reorder=4)
             files = policy_files(scale=1.0001)
@@ -179,7 +180,7 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert after["missed_ticks"] - before["missed_ticks"] <= stage.excused(began)
             assert after["starvations"] - before["starvations"] <= 2 + stage.excused(began)
 
-            # Two bad pushes: one cannot be loaded, the other would move the arm to other places.
+            # Two invalid pushes: the first cannot be loaded, the second would move the arm to other positions.
             hub.deliveries.plan = DeliveryPlan()
             poisoned = policy_files()
             numbers = load(bytes(poisoned["model.safetensors"]))  # type: ignore[arg-type]
@@ -200,13 +201,13 @@ async def test_only_a_good_push_changes_policy(tmp_path: Path, monkeypatch: pyte
             assert stats["missed_ticks"] - before["missed_ticks"] <= stage.excused(began)
             played = len(stage.outcomes)
             await until(lambda: len(stage.outcomes) > played, within=120)
-            assert all(told["event"] == "episode" for told in stage.outcomes), stage.outcomes
-            # An arm that stood still for a moment may miss its cube.
-            ends = [began, *(told["at"] for told in stage.outcomes)]
+            assert all(outcome["event"] == "episode" for outcome in stage.outcomes), stage.outcomes
+            # An arm that paused may miss its cube.
+            ends = [began, *(outcome["at"] for outcome in stage.outcomes)]
             judged = [
-                told
-                for told, (begin, end) in zip(stage.outcomes, pairwise(ends), strict=True)
+                outcome
+                for outcome, (begin, end) in zip(stage.outcomes, pairwise(ends), strict=True)
                 if stage.excused(begin, end) <= 3
             ]
-            assert sum(told["lifted"] for told in judged) >= len(judged) - 1, stage.outcomes
+            assert sum(outcome["lifted"] for outcome in judged) >= len(judged) - 1, stage.outcomes
     assert os.listdir(tmp_path / "state")

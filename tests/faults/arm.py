@@ -1,4 +1,4 @@
-"""One session as somebody has it who operates a robot: API calls, the robot, and the history of both."""
+"""One session from the view of an operator: API calls, the robot, and the history of both."""
 
 import asyncio
 import time
@@ -17,11 +17,11 @@ from tests.faults.processes import Process
 from tests.faults.robot import Life, living_robot, witness
 from tests.faults.script import Script
 
-LOOK = 0.02  # seconds between looks at the session's status
+LOOK = 0.02  # Seconds between requests for the session's status.
 
 
 class Arm:
-    """A session on a server, and its robot; ``session`` is the newest answer of ``GET /sessions/{id}``."""
+    """A session on a server with its robot; ``session`` is the newest response of ``GET /sessions/{id}``."""
 
     def __init__(self, server: Process, script: Script | None, session_id: str, http: aiohttp.ClientSession):
         self.server, self.script, self.id = server, script, session_id
@@ -48,7 +48,7 @@ class Arm:
             self.history.calls.append(Call(method, path, began, time.monotonic(), status, answer))
         return status, answer
 
-    def goes_through(self, transport: Process) -> None:
+    def route_through(self, transport: Process) -> None:
         self.transport_url = transport.url
         self.chain.append(transport)
 
@@ -76,12 +76,12 @@ class Arm:
         return self.rooms
 
     async def connect(self, url: str | None = None, size: tuple[int, int] = (48, 64)) -> Robot:
-        """The robot joins, straight, whichever way the server takes."""
+        """Connect the robot to the rooms directly; the server may use another URL."""
         self.robot, self.life = await self._robots.enter_async_context(
             living_robot(
                 url or self.transport_url,
                 self.rooms,
-                on_command=self.history.heard,
+                on_command=self.history.record_command,
                 on_stop=self.stops.append,
                 pose=self.history.pose.at,
                 size=size,
@@ -90,15 +90,15 @@ class Arm:
         )
         return self.robot
 
-    async def be_heard_by_a_witness(self) -> None:
-        """Commands are kept though there is no robot in this process."""
-        await self._robots.enter_async_context(witness(self.transport_url, self.rooms, self.history.heard))
+    async def add_witness(self) -> None:
+        """Record commands through another participant when the robot runs in another process."""
+        await self._robots.enter_async_context(witness(self.transport_url, self.rooms, self.history.record_command))
 
     async def disconnect(self) -> None:
         await self._robots.aclose()
 
     async def go(self, moving: int = 5, *, straight_to: str | None = None, **more: Any) -> None:
-        """Make, connect, start, and wait until it moves; see `connect` for where to."""
+        """Create the session, connect, start, and wait until the robot moves; `connect` explains ``straight_to``."""
         await self.create(**more)
         await self.connect(straight_to)
         await self.ask("start")
@@ -115,7 +115,7 @@ class Arm:
             await asyncio.sleep(LOOK)
 
     async def until(self, claim: Callable[[dict[str, Any]], Any], within: float = 30.0) -> dict[str, Any]:
-        """What is seen as soon as the claim is true of it."""
+        """Return the session as soon as ``claim`` is true for it."""
         began = time.monotonic()
         looked_at = 0.0
         while True:
@@ -130,7 +130,7 @@ class Arm:
             await asyncio.sleep(LOOK / 4)
 
     async def moves(self, count: int = 5, within: float = 30.0) -> float:
-        """Wait for so many more actions; the time of the first."""
+        """Wait for ``count`` more actions and return the time of the first."""
         began = time.monotonic()
         while len(found := self.history.motions(began)) < count:
             assert time.monotonic() < began + within, f"no motion in {within} s; the session is {self.session}"
@@ -138,12 +138,12 @@ class Arm:
         return found[0][0]
 
     def first_observation(self, since: float) -> float:
-        """When the robot reported what the first action since then was computed from."""
+        """Return when the robot reported the observation of the first action since then."""
         reading = self.history.pose.read(self.history.motions(since)[0][1])
         return reading.observed_at
 
     async def is_undisturbed(self, since: float) -> None:
-        """The robot has moved without a pause since then, and still does."""
+        """Assert that the robot has moved without a pause since then and still moves."""
         times = [at for at, _ in self.history.motions(since)]
         gap = max((later - earlier for earlier, later in pairwise([*times, time.monotonic()])), default=float("inf"))
         late = self.meter.worst(since, ways=2)
@@ -151,12 +151,12 @@ class Arm:
         await self.until(is_moving, within=0.5)
 
     def check_motion_ended(self, since: float, within: float) -> None:
-        """The robot got no more actions after this time, with the lateness of the machine."""
+        """Assert that the last action arrived by then, plus the lateness of the machine."""
         moved = [at - since for at, _ in self.history.motions(since)]
         assert not moved or moved[-1] <= within + self.meter.worst(since), f"moved on for {moved[-1]:.3f} s"
 
-    async def stays(self, since: float, seconds: float = 0.2) -> None:
-        """For this time the robot gets no action that was sent after ``since``."""
+    async def expect_no_motion(self, since: float, seconds: float = 0.2) -> None:
+        """Assert that no action sent after ``since`` arrives during these seconds."""
         await asyncio.sleep(seconds)
         assert self.history.motions(since + 0.05 + self.meter.worst(since)) == []
 
@@ -176,7 +176,7 @@ def is_moving(session: dict[str, Any]) -> bool:
 
 @asynccontextmanager
 async def arm(server: Process, script: Script | None, session_id: str) -> AsyncIterator[Arm]:
-    """An arm that is watched; its session is deleted and its history checked at the end."""
+    """Yield a watched arm; at the end, delete its session and check its history."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30), trust_env=False) as http:
         made = Arm(server, script, session_id, http)
         tasks = [asyncio.create_task(made.meter.run()), asyncio.create_task(made.watch())]

@@ -1,4 +1,4 @@
-"""Servers that faults happen to, and repeats: ``pytest tests/faults --repeat 50 --seed 7``."""
+"""Servers for fault tests, and options to repeat them: ``pytest tests/faults --repeat 50 --seed 7``."""
 
 import random
 import signal
@@ -21,7 +21,7 @@ _numbers = count(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--repeat", type=int, default=1, help="How often each fault happens.")
-    parser.addoption("--seed", type=int, default=0, help="Of the moments at which faults happen.")
+    parser.addoption("--seed", type=int, default=0, help="Seed of the moments at which faults happen.")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def moment(request: pytest.FixtureRequest, repeat: int) -> random.Random:
-    """Chooses when the fault happens: by the seed, the test and the repeat."""
+    """Return a generator that chooses when the fault happens, seeded by the option, the test and the repeat."""
     name = request.function.__name__
     seed = zlib.crc32(f"{request.config.getoption('--seed')} {name} {repeat}".encode())
     print(f"{name}: seed {request.config.getoption('--seed')}, repeat {repeat}")  # noqa: T201
@@ -49,22 +49,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scripted(place: Path) -> Iterator[Process]:
-    """A server whose policies follow scripts; shared by the tests, which have sessions of their own."""
+    """Server whose policies follow scripts; all tests share it and create their own sessions."""
     with server(place / "scripted") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def transport(place: Path) -> Iterator[Process]:
-    """Rooms on a server of their own, which no test ends."""
+    """Server of rooms, which no test ends."""
     with rooms(place / "rooms") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def mortal(place: Path) -> Iterator[Process]:
-    """A server that tests end, kill and pause; each test leaves it running."""
-    # A child inherits an ignored SIGHUP, as of tests under nohup, but not a handler.
+    """Server that tests end, kill and pause; each test leaves it running."""
+    # A child process inherits an ignored SIGHUP (tests may run under nohup), but not a handler.
     kept = signal.signal(signal.SIGHUP, lambda number, frame: None)
     with server(place / "mortal") as running:
         yield running
@@ -78,14 +78,14 @@ def script(place: Path) -> Callable[..., Script]:
 
 @pytest.fixture
 def own() -> Iterator[ExitStack]:
-    """Takes processes that belong to one test; they end after its arms."""
+    """Stack of processes that belong to one test; they end after its arms."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 async def arms(own: ExitStack) -> AsyncIterator[Callable[..., Any]]:
-    """Makes arms; their histories are checked at the end."""
+    """Return a function that creates arms; their histories are checked at the end."""
     async with AsyncExitStack() as stack:
 
         async def make(server: Process, script: Script | None, name: str | None = None) -> Arm:

@@ -1,4 +1,4 @@
-"""Robots of one server that move during a fault or an attack, and a client that calls STOP all the time."""
+"""Robots of one server that move during a fault or an attack, and a client that calls STOP continuously."""
 
 import asyncio
 import logging
@@ -18,13 +18,13 @@ from tests.faults.robot import JOINTS, living_robot
 logger = logging.getLogger(__name__)
 
 SHIPPED = ROOT / "robojax" / "sim" / "policy"
-STOP = 0.05  # seconds in which STOP is answered
-PERIOD = 0.02  # seconds between two commands
+STOP = 0.05  # Seconds within which STOP must be answered.
+PERIOD = 0.02  # Seconds between two commands.
 _numbers = count(1)
 
 
 class Fleet:
-    """Robots of one server, and a client that calls STOP of another session all the time.
+    """Robots of one server, and a client that continuously calls STOP of another session.
 
     Attributes:
         commands: times of the commands of each robot.
@@ -95,7 +95,7 @@ class Fleet:
         )
 
     async def add_robot(self, stack: AsyncExitStack, **more: Any) -> str:
-        """Add a robot that lives until the stack ends; returns the id of its session."""
+        """Add a robot that lives until the stack ends, and return the id of its session."""
         name, url = f"robot{next(_numbers)}", self.process.url
         body = {"policy_path": str(SHIPPED), "camera_names": ["front"], "rate": 50.0, **more}
         found = await self.call("POST", "/sessions", {**body, "session_id": name, "transport_server_url": url})
@@ -123,7 +123,7 @@ class Fleet:
 
 @asynccontextmanager
 async def moving_fleet(process: Process, robots: int) -> AsyncIterator[Fleet]:
-    """Robots that move at 50 Hz with the shipped policy."""
+    """Yield robots that move at 50 Hz with the shipped policy."""
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
         meter = Meter(lambda: [process.pid])

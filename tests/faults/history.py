@@ -1,12 +1,12 @@
-"""What happened to one session, as seen from outside, and whether all of it was allowed.
+"""Observed history of one session, and a check that each event in it was allowed.
 
-Five claims, checked after every fault:
+Five claims are checked after each fault:
 
-1. after a stop was acknowledged, no target differs from the pose that is held;
+1. after a stop was acknowledged, no target differs from the held pose;
 2. every target is finite, inside the limits, and no step is larger than allowed;
 3. no action is older than its deadline: one period after it was due, and none is due before its motion began;
-4. statuses follow the table of ``service.stage``, and moves that somebody must ask for were asked for;
-5. the sessions that were acknowledged are the sessions that are listed.
+4. statuses follow the table of ``service.stage``, and each move that needs a request was requested;
+5. the acknowledged sessions are the listed sessions.
 """
 
 import math
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.stage import REQUESTABLE, TRANSITIONS, Move, Stage
-from tests.faults.robot import FRAMES, PERIOD, TellingPose
+from tests.faults.robot import FRAMES, PERIOD, ClockPose
 
 LIMITS = {"Jaw": (0.0, 100.0)}
 USUAL = (-100.0, 100.0)
-HOP = 0.03  # from the server through the rooms to the robot
-SLACK = 1e-3  # of a joint's value
+HOP = 0.03  # Seconds from the server through the rooms to the robot.
+SLACK = 1e-3  # Tolerance of a joint's value.
 _HAPPENS = [move for move in Move if move not in REQUESTABLE] + [Move.EMERGENCY_STOP]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A joint update that arrived: only what changed, as rooms forward it."""
+    """A joint update that arrived; rooms forward only the changed joints."""
 
     at: float
     values: Mapping[str, float]
@@ -34,7 +34,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the API, from the first byte to the last; ``status`` is 0 when nothing was answered."""
+    """One call of the API, from the first byte to the last; ``status`` is 0 without a response."""
 
     method: str
     path: str
@@ -56,10 +56,10 @@ def _punctual(since: float, until: float, ways: int) -> float:
 
 @dataclass
 class History:
-    """Calls, statuses and commands of one session; no step across ``breaks`` is judged, ``late`` widens each limit."""
+    """Calls, statuses and commands of one session; steps across ``breaks`` are ignored, ``late`` widens each limit."""
 
     session_id: str
-    pose: TellingPose = field(default_factory=TellingPose)
+    pose: ClockPose = field(default_factory=ClockPose)
     commands: list[Command] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     statuses: list[Look] = field(default_factory=list)
@@ -67,11 +67,11 @@ class History:
     late: Callable[[float, float, int], float] = _punctual
     step: float | None = None
 
-    def heard(self, values: Mapping[str, float], at: float) -> None:
+    def record_command(self, values: Mapping[str, float], at: float) -> None:
         self.commands.append(Command(at, dict(values)))
 
     def targets(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, dict[str, float]]]:
-        """Whole targets with their times: each command merged into those before it."""
+        """Return complete targets with their times: each command is merged into the previous ones."""
         merged: dict[str, float] = {}
         found = []
         for command in self.commands:
@@ -81,7 +81,7 @@ class History:
         return found
 
     def motions(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, dict[str, float]]]:
-        """Those targets that are no hold."""
+        """Return the targets that are not holds."""
         found = []
         for at, target in self.targets(since, until):
             reading = self.pose.read(target)
@@ -96,7 +96,7 @@ class History:
         return found
 
     def _stops(self) -> list[tuple[float, float]]:
-        """(acknowledged, until something was asked that sets it going again)."""
+        """Return (time of the acknowledgement, time of the next start or restart) of each stop."""
         found = []
         for call in self.calls:
             if call.status != 200 or not _is_stop(call, self.session_id):
@@ -127,7 +127,7 @@ class History:
                 low, high = LIMITS.get(joint, USUAL)
                 if not math.isfinite(value) or not low <= value <= high:
                     found.append(f"2: {joint} = {value} is outside {low}..{high}")
-            # A hold is where the robot is, however far that may be from where it was sent.
+            # A hold is the measured pose, which may be far from the last command.
             is_hold = (reading := self.pose.read(target)) is not None and reading.is_hold
             if before is not None and self.step is not None and not is_hold and not self._is_broken(before[0], at):
                 steps = {joint: abs(target[joint] - before[1].get(joint, target[joint])) for joint in target}
@@ -140,7 +140,7 @@ class History:
 
     def _late(self) -> list[str]:
         found = []
-        # What the policy saw was reported up to a frame before the frame that an action's time is counted from.
+        # The policy may see a report from one frame before the frame that an action's time is counted from.
         usual = PERIOD + 1 / FRAMES + HOP
         began_at: float | None = None
         for at, target in self.targets():
@@ -150,12 +150,12 @@ class History:
             if reading.is_hold:
                 began_at = None
                 continue
-            # A robot that rests skips no action for the time of the inference: its plan is timed from the first one.
+            # A resting robot skips no action during the inference: its chunk is timed from the first action.
             began_at = at if began_at is None else began_at
             late = at - reading.due_at - max(began_at - reading.observed_at, 0.0)
             if late <= usual:
                 continue
-            # Late may have been the report, on its way in, and the command, on its way out.
+            # The report may be late on its way in, and the command on its way out.
             limit = usual + self.late(reading.observed_at, at, 2)
             if late > limit:
                 found.append(f"3: an action {late * 1e3:.0f} ms after it was due, limit {limit:.3f} s")
@@ -169,7 +169,7 @@ class History:
             between = [call for call in self.calls if call.began <= until and call.ended >= since]
             asked = {move for move in REQUESTABLE if any(_asks(call, move) for call in between)}
             if Stage(after) not in _reachable(Stage(before), {*asked, *_HAPPENS}):
-                found.append(f"4: {before} -> {after} although nothing but {sorted(asked)} was asked for")
+                found.append(f"4: {before} -> {after} although only {sorted(asked)} was requested")
         return found
 
     def _lost(self, listed: Collection[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lateness of this machine, which tells a busy machine from a slow server."""
+"""Lateness of this machine, which distinguishes a busy machine from a slow server."""
 
 import asyncio
 import os
@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 PERIOD = 0.01
-LOOK = 5  # periods between looks at what the processes waited
-WAY = 1.0  # seconds in which whatever a limit is about has passed every process
-PAUSE = 0.2  # a machine that stood still for so long may have held a robot: a frame may be 0.3 s old, and one is 0.04 s
+LOOK = 5  # Periods between measurements of the waiting time of processes.
+WAY = 1.0  # Seconds within which an event has passed each process.
+# A pause of this many seconds may cause a hold: a frame may be 0.3 s old, and frames arrive every 0.04 s.
+PAUSE = 0.2
 
 
 class Meter:
-    """Wakes up a hundred times a second and records its lateness, and how long processes waited for a core."""
+    """Timer at 100 Hz that records its own lateness, and the time for which processes waited for a core."""
 
     def __init__(self, chain: Callable[[], Collection[int]] = tuple) -> None:
         self.chain = chain
@@ -34,7 +35,7 @@ class Meter:
             self.look()
 
     def look(self) -> None:
-        """Record how long the main threads, with the event loops, and the worst of all other threads have waited."""
+        """Record the waiting time of the main threads, which run the event loops, and the worst other thread."""
         known, stolen = self._known, stolen_seconds()
         new, self._stolen = stolen - self._stolen, stolen
         self._known = {}
@@ -52,25 +53,25 @@ class Meter:
         self.waited.append((time.monotonic(), self.waited[-1][1] + new))
 
     def worst(self, since: float = 0.0, until: float = float("inf"), ways: int = 1) -> float:
-        """The largest lateness in this time, in seconds, for something that passes this process so many times."""
+        """Return the largest lateness in seconds for an event that passes this process ``ways`` times."""
         self.look()
         bare = max((late for at, late in self._late if since <= at <= until + PERIOD), default=0.0)
         return ways * bare + self._withheld(since, until)
 
     def lost(self, since: float) -> float:
-        """Seconds that were lost since then, all pauses together: for a limit on what takes many steps."""
+        """Return the total lateness since then in seconds, for limits on operations of many steps."""
         self.look()
         before = max((waited for at, waited in self.waited if at <= since), default=0.0)
         return sum(late for at, late in self._late if at >= since and late > PERIOD) + self.waited[-1][1] - before
 
     def pauses(self, since: float) -> int:
-        """How often the machine has stood still since then, for so long that a robot may have been held for it."""
+        """Return the number of pauses since then that are long enough to hold a robot."""
         self.look()
         waits = [waited - before for (_, before), (at, waited) in pairwise(self.waited) if at >= since]
         return sum(late > PAUSE for at, late in self._late if at >= since) + sum(wait > PAUSE for wait in waits)
 
     def _withheld(self, since: float, until: float) -> float:
-        """The longest that the processes waited together in this time, or in any second of it."""
+        """Return the longest common waiting time of the processes between these times, or in any second of it."""
         looks, worst, first = list(self.waited), 0.0, 0
         for at, waited in looks:
             if at < since:
@@ -78,7 +79,8 @@ class Meter:
             while first + 1 < len(looks) and looks[first + 1][0] <= max(since, at - WAY):
                 first += 1
             worst = max(worst, waited - looks[first][1])
-            if at >= until:  # the first look afterwards, which sees what was over by then
+            # The first measurement afterwards includes all earlier waits.
+            if at >= until:
                 break
         return worst
 
@@ -91,7 +93,7 @@ def _threads(process: int) -> list[Path]:
 
 
 def _waited(thread: Path) -> float:
-    """Seconds that a thread was ready to run and had no core, from the kernel's own counts."""
+    """Return the seconds for which a thread was ready to run without a core, from the kernel's counters."""
     try:
         return int((thread / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -99,7 +101,7 @@ def _waited(thread: Path) -> float:
 
 
 def stolen_seconds() -> float:
-    """Seconds that the hypervisor kept this machine's processors from it since it began, where it tells."""
+    """Return the seconds since boot that the hypervisor withheld from the processors, or 0 if they are not reported."""
     try:
         return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""Processes that a test starts, pauses, kills and starts again; each ends with the test, whatever happens."""
+"""Processes that a test starts, pauses, kills and restarts; each ends with the test in every case."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ _STARTER = ThreadPoolExecutor(1)
 
 
 class Process:
-    """``python -m module arguments``, with one log and one port for all its starts."""
+    """``python -m module arguments``, with the same log and port after each restart."""
 
     def __init__(self, log: Path, module: str, *arguments: str, env: dict[str, str] | None = None):
         self.log = log
@@ -48,12 +48,12 @@ class Process:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def start(self) -> "Process":
-        """Start it and wait for the address that it prints; blocks."""
+        """Start the process and block until it prints its address."""
         command = self._command
         if self.url and "--port" in command:
             place = command.index("--port") + 1
             command = [*command[:place], str(self.port), *command[place + 1 :]]
-        heard = len(self.words())
+        skipped = len(self.words())
         self.began_at = time.monotonic()
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(
@@ -65,7 +65,7 @@ class Process:
                 cwd=ROOT,
                 start_new_session=True,
             )
-        while (found := re.search(r"at (http://[0-9.]+:\d+)", self.words()[heard:])) is None:
+        while (found := re.search(r"at (http://[0-9.]+:\d+)", self.words()[skipped:])) is None:
             if not self.is_alive or time.monotonic() > self.began_at + STARTING:
                 self.kill()
                 raise AssertionError(f"{command[5:]} did not start:\n{self.words()[-2000:]}")
@@ -74,7 +74,7 @@ class Process:
         return self
 
     async def start_again(self) -> None:
-        """Start it next to a running event loop, in a thread that stays: the system ends a child with its thread."""
+        """Restart the process in a thread that stays alive, because the system ends a child with its parent thread."""
         await asyncio.get_running_loop().run_in_executor(_STARTER, self.start)
 
     def send(self, number: signal.Signals) -> None:
@@ -113,6 +113,6 @@ def rooms(folder: Path):
 
 
 def robot(folder: Path, url: str, rooms: Rooms, began_at: float):
-    """A robot of its own, that can be killed; ``began_at`` is when its clock began."""
+    """Robot in its own process, which a test can kill; ``began_at`` is the start of its clock."""
     places = json.dumps({**asdict(rooms), "cameras": dict(rooms.cameras)})
     return process(folder / "robot.log", "tests.faults.robot", url, places, repr(began_at))

@@ -7,13 +7,13 @@ from urllib.parse import urlsplit
 
 
 class FaultProxy:
-    """Passes bytes on to another server until a test breaks the link.
+    """TCP proxy that forwards bytes until a test breaks the link.
 
     Attributes:
-        carries: clear it to keep connections open and stop reading from them.
+        carries: clear it to keep connections open without reading from them.
         is_half_open: drop the bytes of both directions, keep connections open, and do not answer new ones.
         is_refusing: close new connections at once.
-        corrupt: (old, new) of the same length, replaced in what the server sends.
+        corrupt: (old, new) of the same length, replaced in the server's bytes.
     """
 
     def __init__(self, target: str, chunk: int):
@@ -30,12 +30,12 @@ class FaultProxy:
         self.corrupt: tuple[bytes, bytes] | None = None
 
     def cut(self) -> None:
-        """Reset every connection."""
+        """Reset each connection."""
         for writer in self._writers:
             writer.transport.abort()
 
     def heal(self) -> None:
-        """Everything works again; what was swallowed stays lost, so its connections are reset."""
+        """Restore the link. Swallowed bytes stay lost, so their connections are reset."""
         if self.is_half_open:
             self.cut()
         self.is_half_open = self.is_refusing = False
@@ -83,7 +83,7 @@ class FaultProxy:
 
 @asynccontextmanager
 async def fault_proxy(target: str, chunk: int = 65536) -> AsyncIterator[FaultProxy]:
-    """A proxy in front of ``target``, on the running loop, that holds few more bytes than a chunk."""
+    """Yield a proxy in front of ``target`` on the running loop, which buffers little more than a chunk."""
     proxy = FaultProxy(target, chunk)
     listener = await asyncio.start_server(proxy._serve, "127.0.0.1", 0, limit=chunk)
     proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A robot whose pose tells the time: a command shows which report the policy saw, and which action of a chunk it is."""
+"""A robot whose pose encodes the time: a command shows which report the policy saw and which action it is."""
 
 import asyncio
 import json
@@ -21,24 +21,24 @@ from tests.faults.script import CHUNK, RATE, STEP
 
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 STILL = dict(zip(JOINTS[1:], (-20.0, 30.0, -40.0, 50.0, 60.0), strict=True))
-SPEED = 1.0  # of the joint that tells the time, units a second
+SPEED = 1.0  # Units per second of the clock joint.
 PERIOD = 1 / RATE
 FRAMES = 25.0
-# The robot is no part of what is tested: it comes back at once.
+# The robot itself is not under test: it reconnects at once.
 QUICK = TransportTimeouts(retry_first=0.05, retry_longest=0.1, greet=0.05)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Times of the report that a command was computed from and of its action; a hold is a measured pose."""
+    """Times of a command's report and action; a hold is a measured pose."""
 
     is_hold: bool
     observed_at: float
     due_at: float
 
 
-class TellingPose:
-    """A pose of which one joint is a clock."""
+class ClockPose:
+    """Pose with one joint that is a clock."""
 
     def __init__(self) -> None:
         self.began_at = time.monotonic()
@@ -47,14 +47,15 @@ class TellingPose:
         return {"Rotation": -90 + (now - self.began_at) * SPEED, **STILL}
 
     def read(self, target: Mapping[str, float]) -> Reading | None:
-        """What a whole target says; None when something between the policy and here changed it."""
+        """Decode a complete target; None if it was changed between the policy and the robot."""
         if target.keys() != set(JOINTS) or not all(map(math.isfinite, target.values())):
             return None
         offsets = [target[joint] - value for joint, value in STILL.items()]
         steps = np.array(offsets) / STEP
         step = round(float(steps[:-1].mean()))
         if step == 0 and 0 <= steps[-1] <= CHUNK:
-            steps[-1] = 0  # a hold leaves the jaw where it was sent last, between two actions as they are joined
+            # A hold keeps the jaw at its last command, between two joined actions.
+            steps[-1] = 0
         if not 0 <= step <= CHUNK or np.abs(steps - step).max() > 0.1:
             return None
         observed_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED
@@ -62,7 +63,7 @@ class TellingPose:
 
 
 class Life:
-    """Reports and pictures, 25 times a second; ``camera`` is live, frozen (the same picture again) or stalled."""
+    """Reports and pictures at 25 Hz; ``camera`` is live, frozen (the same picture again) or stalled."""
 
     def __init__(self, robot: Robot, cameras: Collection[str], pose: Callable[[float], Mapping[str, float]]):
         self.camera = "live"
@@ -112,8 +113,8 @@ async def living_robot(
 async def witness(
     url: str, rooms: Rooms, on_command: Callable[[Mapping[str, float], float], None]
 ) -> AsyncIterator[None]:
-    """Somebody else in the room of the commands, who hears them when the robot is dead."""
-    heard = JointRoomListener(lambda: None, lambda stop: None, on_command)
+    """Add another participant to the room of the commands, which records them when the robot is dead."""
+    listener = JointRoomListener(lambda: None, lambda stop: None, on_command)
     async with http_session() as session:
         api = RoomsApi(session, Address.parse(url), QUICK)
         connection = RoomConnection(
@@ -123,9 +124,9 @@ async def witness(
             rooms.joint_output,
             id_prefix="witness",
             role=ParticipantRole.CONSUMER,
-            listener=heard,
+            listener=listener,
         )
-        heard.connection = connection
+        listener.connection = connection
         await connection.open()
         running = asyncio.create_task(connection.run())
         try:
@@ -136,8 +137,8 @@ async def witness(
 
 
 async def run(url: str, rooms: Rooms, began_at: float) -> None:
-    """Live until killed: ``python -m tests.faults.robot URL ROOMS BEGAN``."""
-    pose = TellingPose()
+    """Run until killed: ``python -m tests.faults.robot URL ROOMS BEGAN``."""
+    pose = ClockPose()
     pose.began_at = began_at
     async with living_robot(url, rooms, on_command=lambda values, received_at: None, pose=pose.at):
         sys.stdout.write(f"robot at {url}\n")

@@ -1,4 +1,4 @@
-"""A policy that does what a file tells it to, read anew at each inference: the test writes it, the server obeys."""
+"""A policy that reads its behaviour from a file at each inference; the test writes the file."""
 
 import json
 import os
@@ -17,25 +17,25 @@ from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 FILE = "script.json"
 RATE = 50.0
 CHUNK = 20
-STEP = 0.01  # of every joint, from one action to the next: tells which action of a chunk a command is
+STEP = 0.01  # Change of each joint per action, which identifies the action of a command.
 REQUIREMENTS = replace(SO100_REQUIREMENTS, chunk=CHUNK, action_steps=CHUNK // 2, rate=RATE)
 
 
 class Script:
-    """Folder of a policy. ``says("nan", times=1)`` puts a NaN into the next chunk; `FollowedPolicy` has all modes."""
+    """Folder of a policy. ``set_mode("nan", times=1)`` puts a NaN into the next chunk; `FollowedPolicy` lists modes."""
 
     def __init__(self, folder: Path, **settings: Any):
         self.folder = folder
         self._serial = 0
         self._settings = settings
         folder.mkdir(parents=True)
-        self.says("good")
+        self.set_mode("good")
 
-    def says(self, mode: str, times: int | None = None) -> None:
+    def set_mode(self, mode: str, times: int | None = None) -> None:
         self._serial += 1
-        told = {"serial": self._serial, "mode": mode, "times": times, **self._settings}
+        order = {"serial": self._serial, "mode": mode, "times": times, **self._settings}
         fresh = self.folder / f".{FILE}"
-        fresh.write_text(json.dumps(told))
+        fresh.write_text(json.dumps(order))
         fresh.replace(self.folder / FILE)
 
 
@@ -44,31 +44,31 @@ class FollowedPolicy(ScriptedPolicy):
         super().__init__(requirements=REQUIREMENTS, step=STEP)
         self._file = folder / FILE
         self._read_at = -1
-        self._told: dict[str, Any] = {}
+        self._order: dict[str, Any] = {}
         self._done = 0
         self._look()
-        time.sleep(self._told.get("loading", 0.0))
-        self.compile_latency = self._told.get("compiling", 0.0)
+        time.sleep(self._order.get("loading", 0.0))
+        self.compile_latency = self._order.get("compiling", 0.0)
 
     def _look(self) -> dict[str, Any]:
         changed = os.stat(self._file).st_mtime_ns
         if changed != self._read_at:
-            told = json.loads(self._file.read_text())
-            if told["serial"] != self._told.get("serial"):
+            order = json.loads(self._file.read_text())
+            if order["serial"] != self._order.get("serial"):
                 self._done = 0
-            self._told, self._read_at = told, changed
-        return self._told
+            self._order, self._read_at = order, changed
+        return self._order
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        told = self._look()
-        self.latency = told.get("latency", 0.0)
+        order = self._look()
+        self.latency = order.get("latency", 0.0)
         chunk = super().act(observation)
-        if told["times"] is not None and self._done >= told["times"]:
+        if order["times"] is not None and self._done >= order["times"]:
             return chunk
-        if told.get("when") and not Path(told["when"]).exists():
+        if order.get("when") and not Path(order["when"]).exists():
             return chunk
         self._done += 1
-        match told["mode"]:
+        match order["mode"]:
             case "nan":
                 chunk[0, CHUNK // 2, 2] = np.nan
             case "inf":
@@ -78,19 +78,19 @@ class FollowedPolicy(ScriptedPolicy):
             case "wild":
                 chunk[0, -1, 3] = 1000.0
             case "outside":
-                # Not so far that it is broken rather than outside.
+                # Stay below the distance that counts as broken instead of outside.
                 chunk[:] += np.where(np.arange(6) % 2, 95.0, -95.0)
             case "jump":
                 chunk[0, CHUNK // 2 :] += 80.0
             case "raise":
-                raise RuntimeError("the policy's own text, which nobody outside may read: /secret/place")
+                raise RuntimeError("the policy's own text, which no client may read: /secret/place")
             case "memory":
                 raise MemoryError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8796093022208 bytes.")
             case "late":
                 time.sleep(1.0)
             case "hang":
-                begins = told.get("when")
-                while self._look()["serial"] == told["serial"] and (not begins or Path(begins).exists()):
+                begins = order.get("when")
+                while self._look()["serial"] == order["serial"] and (not begins or Path(begins).exists()):
                     time.sleep(0.02)
         return chunk
 

@@ -1,12 +1,12 @@
-"""``python -m tests.faults.scripted_server serve ...``: the command ``robojax``, whose policies follow a script.
+"""``python -m tests.faults.scripted_server serve ...``: ``robojax`` with policies that follow a script.
 
 Environment variables name files:
 
-- ``FAULTS_CLOCK``: the seconds by which the wall clock of this process is wrong;
-- ``FAULTS_BLOCK``: how SIGUSR1 blocks the event loop, and for how many seconds: ``sleep 2`` (in Python, other threads
-  run) or ``held 2`` (in C, which keeps the interpreter's lock: no thread runs);
-- ``HOSTILE_TIMES``: two doubles, the longest time from one turn of the loop to the next, by the clock and of the loop's
-  own processor time. Zeros start a new measurement.
+- ``FAULTS_CLOCK``: the error of this process's wall clock in seconds;
+- ``FAULTS_BLOCK``: how SIGUSR1 blocks the event loop, and for how many seconds: ``sleep 2`` (in Python, other
+  threads run) or ``held 2`` (in C with the interpreter lock, no thread runs);
+- ``HOSTILE_TIMES``: two doubles, the longest turn of the loop in wall-clock time and in processor time. Zeros start
+  a new measurement.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def block(file: Path) -> None:
     if how == "sleep":
         time.sleep(float(seconds))
         return
-    # All in C, which keeps the interpreter's lock, and by the clock: a counted loop may be too short.
+    # The loop runs in C and keeps the interpreter lock. It ends by the clock because a fixed count may be too short.
     deque(takewhile((time.monotonic() + float(seconds)).__gt__, starmap(time.monotonic, repeat(()))), maxlen=0)
 
 

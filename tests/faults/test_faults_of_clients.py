@@ -35,7 +35,7 @@ Make = Callable[..., Any]
 
 
 async def test_f17_half_open_requests_delay_no_robot(scripted: Process, moving: Arm, moment: random.Random) -> None:
-    """500 half-open headers: /health below 50 ms meanwhile, and no robot notices."""
+    """500 half-open headers: /health stays below 50 ms, and the robot is undisturbed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
     began = time.monotonic()
@@ -63,13 +63,13 @@ async def test_f17_half_open_requests_delay_no_robot(scripted: Process, moving: 
 
 
 async def test_f19_garbage_datagrams_do_not_stop_a_robot(scripted: Process, moving: Arm, moment: random.Random) -> None:
-    """10,000 packets that are no video, and pictures of another size and too large: the process lives."""
+    """10,000 packets that are not video, and pictures of wrong sizes: the process survives."""
     began = time.monotonic()
     ports = [one.laddr.port for one in psutil.Process(scripted.pid).net_connections("udp")]
     assert ports
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
         for number in range(10_000):
-            # RTP's and STUN's first bytes, then anything.
+            # The first bytes of RTP and STUN, followed by random bytes.
             head = moment.choice((b"\x80\x60", b"\x80\xe0", b"\x00\x01", b"\x16\xfe"))
             there.sendto(head + moment.randbytes(moment.randrange(1200)), ("127.0.0.1", moment.choice(ports)))
             if number % 100 == 0:
@@ -80,11 +80,11 @@ async def test_f19_garbage_datagrams_do_not_stop_a_robot(scripted: Process, movi
     assert moving.history.statuses[-1].ended > began
 
 
-async def test_f12_a_full_disk_ends_the_recording_and_never_the_control(
+async def test_f12_full_disk_ends_the_recording_and_not_the_control(
     own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
-    """Recording stops, `disk_full` in the stats, control goes on without a miss."""
-    # A disk of which no byte may be used is full as soon as something is to be written.
+    """Recording stops, the stats show `disk_full`, and control continues without a missed command."""
+    # A disk without any usable byte is full at the first write.
     full = own.enter_context(server(tmp_path / "full", "--recording-free", str(1 << 60)))
     arm: Arm = await arms(full, script())
     await arm.create(record=True)

@@ -1,4 +1,4 @@
-"""Faults F26 to F30 of engines: killed, stopped, and left behind by a server, while robots move and STOP is pressed."""
+"""Faults F26 to F30: engines are killed, stopped or orphaned while robots move and STOP is called."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from tests.faults.processes import Process, server
 from tests.testing.waiting import until
 
 ROBOTS = 3
-HELD = 0.3  # seconds in which a robot is held when its engine is lost
+HELD = 0.3  # Seconds within which a robot is held after its engine is lost.
 STUCK_AFTER = 1.0
 PATIENCE = 20.0
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,7 +40,7 @@ async def fleet(process: Process) -> AsyncIterator[Fleet]:
 
 
 async def until_held(fleet: Fleet, since: float, codes: set[str], within: float) -> None:
-    """Wait until all robots are held for one of these reasons; they must be held in this many seconds."""
+    """Wait until all robots are held for one of these reasons, within this many seconds."""
     while True:
         held = [(await fleet.session(name))["stats"]["hold_code"] for name in fleet.commands]
         if set(held) <= codes:
@@ -61,11 +61,11 @@ async def until_running(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_f26_lost_engine_holds_robots_until_another_one_runs(fleet: Fleet, number: signal.Signals) -> None:
-    """Robots of a lost engine go on with the other engine. They are held with `engine_lost` when no engine is left.
+async def test_f26_lost_engine_holds_robots_until_another_runs(fleet: Fleet, number: signal.Signals) -> None:
+    """Robots of a lost engine continue on the other engine. Without any engine, they are held with `engine_lost`.
 
-    STOP is not delayed. A stopped process is noticed when a request has no answer. The limit for slow inferences holds
-    the robots first.
+    STOP is not delayed. A stopped process is detected when a request gets no response; the limit for slow inferences
+    holds the robots first.
     """
     before, began = await fleet.engines(), time.monotonic()
     lost = [next(iter(before.values()))]
@@ -94,7 +94,7 @@ async def test_f26_lost_engine_holds_robots_until_another_one_runs(fleet: Fleet,
 
 
 async def expect_engines_end_with_the_server(fleet: Fleet) -> None:
-    """Only engines have JAX; they end within a second after their server is killed."""
+    """Only engines load JAX, and they end within a second after their server is killed."""
     mapped = Path(f"/proc/{fleet.process.pid}/maps").read_text()
     assert not [name for name in ("jaxlib", "tensorstore", "tokenizers") if name in mapped]
     engines = [Path(f"/proc/{process}") for process in (await fleet.engines()).values()]

@@ -1,4 +1,4 @@
-"""Faults F7 to F11 of what a policy answers, or does not."""
+"""Faults F7 to F11: invalid, missing and late results of a policy."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ SHIPPED = ROOT / "robojax" / "sim" / "policy"
 async def test_f07_invalid_chunks_are_refused_whole_and_three_stop(
     scripted: Process, script: Callable[..., Script], arms: Make, mode: str, moment: random.Random
 ) -> None:
-    """The whole chunk refused; HOLD `policy_invalid`; 3 in a row -> STOP; never on the wire."""
+    """Each invalid chunk is refused whole: HOLD `policy_invalid`; 3 in a row -> STOP; no value is sent."""
     policy = script()
     await _is_refused(await arms(scripted, policy), policy, mode, moment)
 
@@ -35,14 +35,14 @@ async def test_f07_invalid_chunks_are_refused_whole_and_three_stop(
 async def test_f07_huge_jump_is_refused_or_clamped_as_configured(
     own: ExitStack, scripted: Process, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
-    """As above with `--safety refuse`; the default brings it inside, and no step on the wire is larger than allowed."""
-    # Before there is a robot: while it starts, this process shows and reports nothing.
+    """As above with `--safety refuse`; the default clamps, and no sent step is larger than allowed."""
+    # Start the server before the robot, because the start blocks this process and its reports.
     refusing, other = own.enter_context(server(tmp_path / "refusing", "--safety", "refuse")), script()
     policy = script()
     arm: Arm = await arms(scripted, policy)
     arm.history.step = 2.0
     await arm.go(max_relative_target=2.0)
-    policy.says("jump", times=2)
+    policy.set_mode("jump", times=2)
     await arm.until(lambda session: session["stats"]["safety"]["clamped"], within=2)
     await arm.until(is_moving, within=2)
     await _is_refused(await arms(refusing, other), other, "jump", moment)
@@ -51,31 +51,31 @@ async def test_f07_huge_jump_is_refused_or_clamped_as_configured(
 async def _is_refused(arm: Arm, policy: Script, mode: str, moment: random.Random) -> None:
     await arm.go()
     await asyncio.sleep(moment.uniform(0.0, 0.4))
-    said = time.monotonic()
-    policy.says(mode, times=1)
+    written_at = time.monotonic()
+    policy.set_mode(mode, times=1)
     session = await arm.until(lambda session: session["stats"]["chunks_rejected"] >= 1, within=2)
-    # When the machine pauses meanwhile, that is a hold in between.
-    assert 1 <= session["stats"]["holds"]["policy_invalid"] <= 1 + arm.meter.pauses(said)
+    # A pause of the machine may add one hold.
+    assert 1 <= session["stats"]["holds"]["policy_invalid"] <= 1 + arm.meter.pauses(written_at)
     await arm.until(is_moving, within=2)
     await arm.moves()
-    policy.says(mode)
+    policy.set_mode(mode)
     session = await arm.until(lambda session: session["status"] != "running", within=2)
     assert session["status"] == "stopped"
     assert session["stats"]["emergency_stop"].startswith("policy_invalid")
     stopped = time.monotonic()
-    await arm.stays(stopped)
+    await arm.expect_no_motion(stopped)
 
 
-async def test_f08_actions_outside_the_limits_are_brought_inside_and_counted(
+async def test_f08_actions_outside_the_limits_are_clamped_and_counted(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
-    """Clamp position, step (`max_relative_target`) and velocity; counted. Every target on the wire is inside."""
+    """Clamp position, step (`max_relative_target`) and velocity; count them. Each sent target is inside the limits."""
     policy = script()
     arm: Arm = await arms(scripted, policy)
     arm.history.step = 2.0
     await arm.go(max_relative_target=2.0)
     await asyncio.sleep(moment.uniform(0.0, 0.4))
-    policy.says("outside")
+    policy.set_mode("outside")
     await asyncio.sleep(1.5)
     assert arm.session["status"] == "running"
     for _, target in arm.history.targets():
@@ -87,10 +87,10 @@ async def test_f08_actions_outside_the_limits_are_brought_inside_and_counted(
     assert clamped.get("step") or clamped.get("seam"), clamped
 
 
-async def _two_that_move(
+async def _moving_arms_of_two_policies(
     server: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> tuple[Script, Arm, Arm]:
-    """A policy, the arm that it moves, and one that another moves, at some moment."""
+    """Return a policy, its moving arm, and an arm that another policy moves."""
     policy = script()
     arm, other = await arms(server, policy), await arms(server, script())
     await arm.go()
@@ -103,17 +103,17 @@ async def _two_that_move(
 async def test_f09_f11_failing_policy_ends_only_its_session(
     scripted: Process, script: Callable[..., Script], arms: Make, mode: str, error: str, moment: random.Random
 ) -> None:
-    """HOLD; status `error` and a message, in GET /sessions within a second; other sessions untouched."""
-    policy, arm, other = await _two_that_move(scripted, script, arms, moment)
-    policy.says(mode)
+    """HOLD; status `error` and a message in GET /sessions within a second; other sessions continue."""
+    policy, arm, other = await _moving_arms_of_two_policies(scripted, script, arms, moment)
+    policy.set_mode(mode)
     began = time.monotonic()
     await arm.until(lambda session: session["status"] == "error")
-    # A chunk lasts 0.2 s until another is wanted, three are tried: the second counts from the third failure on.
+    # A chunk lasts 0.2 s, and three inferences are tried: the second starts at the third failure.
     assert time.monotonic() - began < 1.5 + arm.meter.lost(began)
     assert error in arm.session["error_message"].lower()
     assert "/secret/place" not in json.dumps(arm.session)
     failed = time.monotonic()
-    await arm.stays(failed)
+    await arm.expect_no_motion(failed)
     await other.moves(20)
     await other.is_undisturbed(began - 0.2)
 
@@ -121,12 +121,12 @@ async def test_f09_f11_failing_policy_ends_only_its_session(
 async def test_f09_hanging_policy_ends_only_its_session(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
-    """Hangs (5 s): HOLD; status `error`; other sessions of the process are held, and go on when it returns.
+    """After 5 s: HOLD; status `error`; other sessions of the process are held, and continue when it returns.
 
-    An engine's process is replaced instead: F26.
+    Fault F26 covers the replacement of an engine's process.
     """
-    policy, arm, other = await _two_that_move(scripted, script, arms, moment)
-    policy.says("hang")
+    policy, arm, other = await _moving_arms_of_two_policies(scripted, script, arms, moment)
+    policy.set_mode("hang")
     try:
         await arm.until(lambda session: session["stats"]["hold"] is not None, within=1.0)
         session = await arm.until(lambda session: session["status"] == "error", within=6.0)
@@ -134,20 +134,20 @@ async def test_f09_hanging_policy_ends_only_its_session(
         held = await other.until(lambda session: session["stats"]["hold"] is not None, within=1.0)
         assert held["status"] == "running"
     finally:
-        policy.says("good")
+        policy.set_mode("good")
     await other.until(is_moving, within=2)
     await other.moves(20)
 
 
 @pytest.fixture(scope="module")
 def real(place: Path) -> Iterator[Process]:
-    """``robojax serve`` as everybody starts it."""
+    """The command ``robojax serve`` without a script."""
     with server(place / "real", scripted=False) as running:
         yield running
 
 
 def _broken(folder: Path, how: str) -> Path:
-    """A policy that cannot be loaded."""
+    """Write a policy that cannot be loaded."""
     if how == "missing":
         return folder / "nothing"
     shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
@@ -170,7 +170,7 @@ def _broken(folder: Path, how: str) -> Path:
 async def test_f10_unloadable_policy_leaves_nothing(
     real: Process, tmp_path: Path, how: str, moment: random.Random
 ) -> None:
-    """Create answers 4xx with a reason; no rooms leaked; the parent alive."""
+    """The response is 4xx with a reason; no rooms are left; the server survives."""
     name = f"broken-{moment.randrange(1 << 32)}"
     more = {"transport_server_url": real.url, "workspace_id": name}
     body = session_body(name, policy_path=str(_broken(tmp_path / "policy", how)), **more)

@@ -1,4 +1,4 @@
-"""Faults F13, F14, F20 to F22 and F25 of the server as a process: ended, killed, its clock set, asked too often."""
+"""Faults F13, F14, F20 to F22 and F25 of the server process: signals, kills, clock changes, concurrent requests."""
 
 import asyncio
 import itertools
@@ -33,11 +33,11 @@ async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
     moment: random.Random,
     numbers: list[signal.Signals],
 ) -> None:
-    """Each robot gets HOLD in 100 ms and the server exits with 0 in 5 s; a closed terminal sends SIGHUP twice."""
+    """Each robot gets HOLD in 100 ms, and the server exits with 0 in 5 s. A closed terminal sends SIGHUP twice."""
     ending, policy = mortal, script()
     many: list[Arm] = [await arms(ending, policy) for _ in range(4)]
     for arm in many:
-        arm.goes_through(transport)
+        arm.route_through(transport)
     await asyncio.gather(*(arm.go() for arm in many))
     await asyncio.sleep(moment.uniform(0.1, 0.6))
     began = time.monotonic()
@@ -64,10 +64,10 @@ async def test_f13_signal_holds_all_robots_and_ends_the_server_in_5_s(
 async def test_f14_killed_server_lists_sessions_as_interrupted(
     transport: Process, mortal: Process, script: Callable[..., Script], moment: random.Random
 ) -> None:
-    """SIGKILL at random moments: 0 sessions lost, 0 started by themselves, orphan rooms cleaned."""
+    """SIGKILL at random moments: no session is lost, none starts by itself, orphaned rooms are removed."""
     dying, policy = mortal, script()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
-        acknowledged: dict[str, bool] = {}  # session to whether it is there; None once nobody can say
+        acknowledged: dict[str, bool] = {}  # Session id -> whether it exists; None if unknown.
         doubtful: set[str] = set()
         tried: list[str] = []
         listed: dict[str, Any] = {}
@@ -112,11 +112,11 @@ async def test_f14_killed_server_lists_sessions_as_interrupted(
             assert sure <= listed.keys(), f"lost: {sorted(sure - listed.keys())}"
             assert not gone & listed.keys(), f"came back: {sorted(gone & listed.keys())}"
             assert {session["status"] for session in listed.values()} <= {"interrupted"}
-            # What was asked and not answered has happened or not: from here on the list is what counts.
+            # An unanswered request may have taken effect: from here on, the list counts.
             acknowledged = {name: name in listed for name in acknowledged.keys() | listed.keys()}
             doubtful.clear()
         assert acknowledged
-        # The rooms of an interrupted session wait for it, with its robot in them; when it is deleted, they go too.
+        # The rooms of an interrupted session keep its robot; they are removed with the session.
         for name in listed:
             assert await ask("DELETE", f"/sessions/{name}") == 200
 
@@ -140,7 +140,7 @@ async def test_f14_interrupted_session_moves_only_after_restart_and_start(
 ) -> None:
     dying = mortal
     arm: Arm = await arms(dying, script())
-    arm.goes_through(transport)
+    arm.route_through(transport)
     await arm.go(workspace_id="kept")
     await asyncio.sleep(moment.uniform(0.1, 0.6))
     dying.kill()
@@ -152,15 +152,15 @@ async def test_f14_interrupted_session_moves_only_after_restart_and_start(
     await arm.ask("restart")
     await arm.until(lambda session: session["status"] == "ready")
     await asyncio.sleep(0.3)
-    assert arm.history.motions(killed + 0.1) == [], "nothing moves by itself"
+    assert arm.history.motions(killed + 0.1) == [], "an interrupted session does not move by itself"
     await arm.ask("start")
     await arm.moves()
 
 
-async def test_f20_a_clock_that_jumps_an_hour_changes_nothing(
+async def test_f20_clock_jump_of_an_hour_has_no_effect(
     own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
 ) -> None:
-    """+1 h, -1 h: no effect; monotonic time only."""
+    """Wall-clock jumps of +1 h and -1 h have no effect, because only monotonic time is used."""
     clock = tmp_path / "clock"
     clock.write_text("0")
     jumping = own.enter_context(server(tmp_path / "jumping", env={"FAULTS_CLOCK": str(clock)}))
@@ -176,7 +176,7 @@ async def test_f20_a_clock_that_jumps_an_hour_changes_nothing(
         assert sum(holds.values()) - holds.get("camera_missing", 0) <= arm.meter.pauses(0.0), holds
 
 
-async def test_f21_one_of_fifty_creates_wins_and_two_starts_make_one_loop(
+async def test_f21_concurrent_creates_and_starts_make_one_loop(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
     """Two starts, start and stop during load, delete during inference, 50 creates of one id: one loop; 409/200."""
@@ -197,7 +197,7 @@ async def test_f21_one_of_fifty_creates_wins_and_two_starts_make_one_loop(
     await arm.moves(1)
     first, session = arm.history.statuses[-1], arm.session
     await asyncio.sleep(1)
-    # By the server's own count: what was kept back on the way arrives in a burst.
+    # Use the server's own count, because delayed commands arrive in a burst.
     count = (await arm.until(lambda session: True))["stats"]["commands_sent"] - session["stats"]["commands_sent"]
     seconds = arm.history.statuses[-1].ended - first.began
     assert 0 < count <= 1.1 * seconds / PERIOD, "one loop sends one command a period"
@@ -208,22 +208,22 @@ async def test_f21_one_of_fifty_creates_wins_and_two_starts_make_one_loop(
 async def test_f22_emergency_stop_of_a_blocked_server_survives_a_kill(
     transport: Process, mortal: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
-    """Latched STOP at most one period + 20 ms after it can be heard; survives a restart until its reset."""
+    """Latched STOP within one period + 20 ms of its arrival; it survives a restart until its reset."""
     blocked = mortal
     arm: Arm = await arms(blocked, script())
-    arm.goes_through(transport)
+    arm.route_through(transport)
     await arm.go()
     await asyncio.sleep(moment.uniform(0.1, 0.6))
     blocked.send(signal.SIGSTOP)
     await asyncio.sleep(0.15)
     assert arm.robot.emergency_stop("a hand in the way")
     await asyncio.sleep(0.1)
-    heard = time.monotonic()
+    arrived_at = time.monotonic()
     blocked.send(signal.SIGCONT)
     session = await arm.until(lambda session: session["status"] == "stopped")
     assert "a hand in the way" in session["stats"]["emergency_stop"]
     await asyncio.sleep(0.3)
-    arm.check_motion_ended(heard, PERIOD + 0.02)
+    arm.check_motion_ended(arrived_at, PERIOD + 0.02)
     blocked.kill()
     arm.history.breaks.append(time.monotonic())
     await blocked.start_again()
@@ -233,7 +233,7 @@ async def test_f22_emergency_stop_of_a_blocked_server_survives_a_kill(
     await arm.call("POST", f"/sessions/{arm.id}/restart")
     status, answer = await arm.call("POST", f"/sessions/{arm.id}/start")
     assert status == 409, answer
-    assert arm.history.motions(heard + 0.5) == []
+    assert arm.history.motions(arrived_at + 0.5) == []
     await arm.ask_debug("reset")
     await arm.call("POST", f"/sessions/{arm.id}/restart")
     await arm.until(lambda session: session["status"] in ("ready", "stopped"))
@@ -241,16 +241,18 @@ async def test_f22_emergency_stop_of_a_blocked_server_survives_a_kill(
     await arm.moves()
 
 
-async def test_f25_running_compiles_nothing(own: ExitStack, arms: Make, tmp_path: Path, moment: random.Random) -> None:
+async def test_f25_running_compiles_no_programs(
+    own: ExitStack, arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
     """A real policy on the real server moves at its rate; no program is compiled during `running`."""
     real = own.enter_context(server(tmp_path / "real", scripted=False, env={"JAX_LOG_COMPILES": "1"}))
     arm: Arm = await arms(real, None)
     await arm.create(policy=str(SHIPPED))
-    assert "ompil" in real.words(), "the log tells of what is compiled"
+    assert "ompil" in real.words(), "the log reports compilations"
     await arm.connect(size=(96, 96))
     await arm.ask("start")
     await arm.moves(3)
-    # The newest look may be from before it moved.
+    # The newest status may be from before the motion.
     session = await arm.until(lambda session: session["stats"]["commands_sent"] >= 3)
     compiled, waited = real.words().count("ompiling "), session["stats"]["holds"].get("compiling", 0)
     began, sent = arm.history.statuses[-1].began, session["stats"]["commands_sent"]
@@ -260,5 +262,5 @@ async def test_f25_running_compiles_nothing(own: ExitStack, arms: Make, tmp_path
     rate = (session["stats"]["commands_sent"] - sent) / (took - min(arm.meter.lost(began), 0.5 * took))
     assert rate >= 0.85 * 25, "the policy's own rate is 25 Hz"
     assert real.words().count("ompiling ") == compiled, real.words()[-2000:]
-    # A larger batch whose compilation had begun before the start was let end before the robot moved.
+    # A larger batch whose compilation started earlier was finished before the robot moved.
     assert arm.session["stats"]["holds"].get("compiling", 0) == waited <= 1 + arm.meter.pauses(0.0)

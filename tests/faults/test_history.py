@@ -1,4 +1,4 @@
-"""The checker of histories finds each broken claim in a history that is otherwise right."""
+"""The history checker finds each broken claim in an otherwise valid history."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from tests.faults.script import STEP
 
 
 def good() -> History:
-    """A session that was made, moved for a second, and was stopped."""
+    """Return the history of a session that was created, moved for a second, and was stopped."""
     history = History("arm")
     history.pose.began_at = 100.0
     history.calls.append(Call("POST", "/sessions", 100.0, 100.1, 200, {}))
@@ -20,16 +20,16 @@ def good() -> History:
         observed_at = 100.5 + number // 10 * 10 * PERIOD
         action(history, observed_at, number % 10, observed_at + number % 10 * PERIOD)
     history.calls.append(Call("POST", "/sessions/arm/stop", 101.45, 101.46, 200, {}))
-    history.heard(history.pose.at(101.4), 101.455)
+    history.record_command(history.pose.at(101.4), 101.455)
     return history
 
 
 def action(history: History, observed_at: float, index: int, at: float) -> None:
     pose = history.pose.at(observed_at)
-    history.heard({joint: pose[joint] + (index + 1) * STEP for joint in JOINTS}, at)
+    history.record_command({joint: pose[joint] + (index + 1) * STEP for joint in JOINTS}, at)
 
 
-def test_a_plan_after_a_rest_is_timed_from_its_first_action() -> None:
+def test_chunk_after_a_rest_is_timed_from_its_first_action() -> None:
     history = good()
     assert history.violations({"arm"}) == []
     history.calls.append(Call("POST", "/sessions/arm/start", 101.6, 101.65, 200, {}))
@@ -48,15 +48,15 @@ def do_an_expired_action(history: History) -> None:
 
 def jump(history: History) -> None:
     history.step = 1.0
-    history.heard({**STILL, "Elbow": 45.0}, 101.3)
+    history.record_command({**STILL, "Elbow": 45.0}, 101.3)
 
 
 @pytest.mark.parametrize(
     ("break_rule", "claim"),
     [
         (lambda history: action(history, 101.6, 0, 101.6), "1"),
-        (lambda history: history.heard({"Jaw": -1.0}, 101.3), "2"),
-        (lambda history: history.heard({"Jaw": float("nan")}, 101.3), "2"),
+        (lambda history: history.record_command({"Jaw": -1.0}, 101.3), "2"),
+        (lambda history: history.record_command({"Jaw": float("nan")}, 101.3), "2"),
         (jump, "2"),
         (do_an_expired_action, "3"),
         (lambda history: history.statuses.append(Look(101.99, 102.0, "running")), "4"),

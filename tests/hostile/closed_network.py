@@ -2,7 +2,7 @@
 
 All packets to other machines leave through one end of a veth pair, and the other end records them. The namespace has a
 default route, so that a packet to any address is sent and seen. A server with a moving robot and a Hub run on loopback.
-The program prints, by attack, where TCP and UDP packets went, and what the server answered, as JSON.
+The program prints a JSON object: for each attack, the destinations of TCP and UDP packets and the server's response.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ CANDIDATES = [*map(candidate, FORBIDDEN), candidate(OTHER, 53), candidate(ROBOT,
 
 
 def with_attributes(values: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that adds these attributes to a description, and names another machine in its other lines."""
+    """Return a function that adds these attributes to a description and replaces the host in its other lines."""
     lines = "".join(f"a={value}\r\n" for value in values)
     return lambda sdp: sdp.replace("IP4 0.0.0.0", f"IP4 {METADATA}") + lines
 
@@ -81,7 +81,7 @@ class Network:
         self._seen: dict[str, None] = {}
 
     def read(self) -> list[str]:
-        """Return the addresses and ports of the TCP and UDP packets since `clear`, in the order of their first ones."""
+        """Return the addresses and ports of TCP and UDP packets since `clear`, ordered by first appearance."""
         while True:
             try:
                 frame, address = self._socket.recvfrom(2048)
@@ -103,7 +103,7 @@ class Network:
         self._seen.clear()
 
     def forge(self, source: str, port: int, to: int, data: bytes) -> None:
-        """Send a UDP packet to this machine with the address of another one."""
+        """Send a UDP packet to this machine with a forged source address."""
         datagram = struct.pack("!HHHH", port, to, 8 + len(data), 0) + data
         head = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(datagram), 0, 0, 64, socket.IPPROTO_UDP, 0)
         head += socket.inet_aton(source) + socket.inet_aton(OWN)
@@ -122,7 +122,7 @@ class Attacker:
 
     @asynccontextmanager
     async def attack(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """Record the packets and the lateness of STOP and of commands meanwhile."""
+        """Record the packets, and check that STOP and commands are on time during the attack."""
         found = self.found[name] = {}
         self._network.clear()
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """``python -m tests.hostile.flood KIND HOST PORT PATH COUNT SECONDS``: sockets that send as fast as they can.
 
-The process lowers its priority, so that it takes the server's attention and not its cores. It discards what it
-receives, ends by itself, and prints its counts as a JSON object.
+The process lowers its priority, so that it competes for the server's event loop and not for its cores. It discards
+what it receives, ends by itself, and prints its counts as a JSON object.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ UPGRADE = (
     "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
 TEXT, PING = 0x1, 0x9
-TURN = 8192  # bytes that each socket sends before it is the next one's turn
+TURN = 8192  # Bytes that each socket sends before the next socket's turn.
 NICE = 10
-# Kinds of frames: what each socket sends over and over. A heartbeat is answered; joints are relayed to all who listen.
+# Kinds of frames that each socket repeats. A heartbeat gets a response; joints are relayed to all consumers.
 JOINTS = json.dumps({"type": "joint_update", "data": [{"name": "Jaw", "value": 1.0}]}).encode()
 
 
 def frame(opcode: int, data: bytes = b"", is_final: bool = True) -> bytes:
-    """One of a client's, whose mask changes nothing."""
+    """Return a frame of a client, with a mask of zeros."""
     head = bytes([0x80 * is_final | opcode])
     head += bytes([0x80 | len(data)]) if len(data) < 126 else struct.pack(">BH", 0x80 | 126, len(data))
     return head + bytes(4) + data
@@ -38,7 +38,7 @@ FRAMES = {
     "fragments": frame(TEXT, b"", False) + frame(0, b" ", False) * 500 + frame(0, b"", True),
     "door pings": frame(TEXT, b'{"kind":"ping","number":1}'),
 }
-# Kinds of requests: what is sent, how many times at once, and whether the next waits for an answer.
+# Kinds of requests: the bytes, the number of concurrent requests, and whether the next one waits for a response.
 REQUESTS = {
     "health": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "recordings": b"GET /recordings HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
@@ -47,7 +47,7 @@ REQUESTS = {
 CHUNKED = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
 HEALTH = REQUESTS["health"]
 BATCHES = REQUESTS | {"calls": HEALTH, "pipelined": HEALTH * 100, "chunks": CHUNKED, "connects": b"G"}
-# Floods of sixty sockets by name: the kind, and where they go; ``{n}`` is a socket's number.
+# Floods of sixty sockets by name: the kind and the path; ``{n}`` is the number of the socket.
 ROOM = "/robotics/workspaces/w/rooms/r{n}/ws"
 FLOODS = {
     "pings": ("pings", ROOM),
@@ -132,7 +132,7 @@ class Client:
 
 
 def flood(kind: str, address: tuple[str, int], path: str, count: int, seconds: float) -> dict[str, str | float]:
-    """Send; ``kind`` with `` reset`` behind it: every socket is reset again and again, in the midst of a frame."""
+    """Send frames; with the suffix `` reset`` in ``kind``, each socket is reset repeatedly in the middle of a frame."""
     is_resetting = kind.endswith(" reset")
     kind = kind.removesuffix(" reset")
     clients = [Client(kind, address, path.replace("{n}", str(number)), number) for number in range(count)]

@@ -1,4 +1,4 @@
-"""``python -m tests.hostile.pushed_server serve ...``: the scripted server; a push brings a new ``config.json``."""
+"""``python -m tests.hostile.pushed_server serve ...``: the scripted server, where a push replaces ``config.json``."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from tests.faults import script
 
 
 class PushedPolicy(script.FollowedPolicy):
-    """Its script is what was there when it was loaded."""
+    """Policy that keeps the script that was in its folder when it was loaded."""
 
     def _look(self) -> dict[str, Any]:
         return self._told or super()._look()

@@ -1,4 +1,4 @@
-"""Signals of WebRTC and answers of a Hub that name other machines: no packet is sent where it must not go."""
+"""WebRTC signals and Hub responses that name other machines: no packet reaches a forbidden address."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROBOTS, OTHERS = f"{ROBOT}:50000", f"{OTHER}:50000"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what each attack led to, from the program that attacks a server in a network namespace."""
+    """Return the recorded result of each attack on a server in a network namespace."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("unshare (util-linux) and ip (iproute2) are needed for a network namespace")
     made = subprocess.run([*NAMESPACE, "ip", "-batch", "-"], input=NETWORK, text=True, capture_output=True)
@@ -50,15 +50,15 @@ def test_candidates_of_forbidden_addresses_get_no_packet(found: dict[str, Any], 
     assert set(found[attack]["sent"]) == sent
 
 
-def test_offer_leads_to_packets_for_a_bounded_number_of_addresses(found: dict[str, Any]) -> None:
+def test_offer_sends_packets_to_a_bounded_number_of_addresses(found: dict[str, Any]) -> None:
     assert len(found["many"]["sent"]) == MAX_CANDIDATES
 
 
-def test_huge_offer_is_refused_and_leads_to_no_packet(found: dict[str, Any]) -> None:
+def test_huge_offer_is_refused_without_any_packet(found: dict[str, Any]) -> None:
     assert found["huge"] == {"status": 413, "sent": []}
 
 
-def test_client_chooses_no_ice_servers(found: dict[str, Any]) -> None:
+def test_ice_servers_of_a_client_are_refused(found: dict[str, Any]) -> None:
     refused = found["chosen servers"]
     assert (refused["status"], refused["sent"]) == (422, [])
     assert [(each["type"], each["loc"]) for each in refused["answer"]["detail"]] == [
@@ -86,5 +86,5 @@ def test_redirect_of_a_hub_to_a_forbidden_address_is_refused(found: dict[str, An
 
 
 def test_redirect_of_a_hub_to_a_public_address_is_followed(found: dict[str, Any]) -> None:
-    """This shows that the recording sees the packets of downloads."""
+    """This shows that the recording includes the packets of downloads."""
     assert found["public"]["sent"] == [f"{PUBLIC}:80"]

@@ -1,4 +1,4 @@
-"""A server whose event loop is blocked, in Python and in C, or whose process stands still, while a robot moves."""
+"""A robot moves while the server's event loop is blocked in Python or in C, or the whole process is paused."""
 
 import asyncio
 import os
@@ -26,9 +26,9 @@ from tests.faults.robot import JOINTS, PERIOD
 from tests.faults.script import Script, load, read
 from tests.testing.rig import REAL, expect_refusal, started
 
-BLOCK = 0.9  # seconds: longer than the robot's own 0.5
-PATIENCE = 0.5  # of a robot's own side
-PAUSE = float(os.environ.get("FAULTS_PAUSE", "1.5"))  # seconds that the whole process stands still
+BLOCK = 0.9  # Seconds: longer than the robot's own hold timeout of 0.5 s.
+PATIENCE = 0.5  # Hold timeout of the robot's side, in seconds.
+PAUSE = float(os.environ.get("FAULTS_PAUSE", "1.5"))  # Seconds for which the whole process is paused.
 _numbers = count(1)
 
 
@@ -39,7 +39,7 @@ class Place:
     rooms: Process
 
     def block(self, how: str, seconds: float) -> float:
-        """Block the event loop; when that began."""
+        """Block the event loop and return the time at which the block began."""
         (self.folder / "block").write_text(f"{how} {seconds}")
         self.server.send(signal.SIGUSR1)
         return time.monotonic()
@@ -61,7 +61,7 @@ async def moving(place: Place) -> AsyncIterator[tuple[Arm, Script]]:
     async with AsyncExitStack() as stack:
         policy = Script(place.folder / f"policy{next(_numbers)}")
         made = await stack.enter_async_context(arm(place.server, policy, f"arm{next(_numbers)}"))
-        made.goes_through(place.rooms)
+        made.route_through(place.rooms)
         await made.go()
         yield made, policy
 
@@ -81,7 +81,7 @@ async def _until_logged(place: Place, since: int, text: str) -> str:
 
 
 async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
-    """When the robot's own side held it, as it hears what the robot does."""
+    """Return the time at which the robot's side held the arm, as the follower receives its motion."""
     heard, pose = len(arm.history.commands), dict.fromkeys(map(normalize_joint_name, JOINTS), 0.0)
     while (now := time.monotonic()) < until:
         for command in arm.history.commands[heard:]:
@@ -97,7 +97,7 @@ async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
 @pytest.mark.parametrize("how", ["sleep", "held"])
 async def test_blocked_loop_is_logged_while_the_robot_holds(place: Place, moving: tuple[Arm, Script], how: str) -> None:
     arm, _ = moving
-    before, said = await _figures(place.server.url), len(place.server.words())
+    before, logged = await _figures(place.server.url), len(place.server.words())
     follower = Follower(map(normalize_joint_name, JOINTS), PATIENCE)
     following = asyncio.create_task(_followed(arm, follower, time.monotonic() + 20))
     await arm.moves(3)
@@ -106,9 +106,9 @@ async def test_blocked_loop_is_logged_while_the_robot_holds(place: Place, moving
     assert held_at is not None
     assert follower.hold == "no command for 500 ms"
     assert held_at - began <= PATIENCE + 0.2 + arm.meter.worst(began)
-    assert " in block (faults/scripted_server.py:" in await _until_logged(place, said, "loop has been blocked for")
-    await _until_logged(place, said, "loop was blocked for")
-    # The first look after the block may be answered before the first tick after it.
+    assert " in block (faults/scripted_server.py:" in await _until_logged(place, logged, "loop has been blocked for")
+    await _until_logged(place, logged, "loop was blocked for")
+    # The first request after the block may be answered before the first tick after it.
     await arm.until(lambda session: is_moving(session) and "paused" in session["stats"]["holds"])
     after = await _figures(place.server.url)
     assert after["loop_blocked_total"] >= before["loop_blocked_total"] + 1
@@ -118,7 +118,7 @@ async def test_blocked_loop_is_logged_while_the_robot_holds(place: Place, moving
 
 @pytest.mark.parametrize("gives_up", [False, True])
 async def test_stop_during_a_block_precedes_motion(place: Place, moving: tuple[Arm, Script], gives_up: bool) -> None:
-    """Also of somebody who did not wait for the answer."""
+    """A stop takes effect after a block even if the client no longer waits for the response."""
     arm, _ = moving
     for _ in range(10):
         began = place.block("sleep", BLOCK)
@@ -134,7 +134,7 @@ async def test_stop_during_a_block_precedes_motion(place: Place, moving: tuple[A
         await asyncio.sleep(0.2)
         if arm.meter.worst(began) < 0.2 * BLOCK:
             break
-        # Where this process stood still, nobody knows whether the stop was pressed before the block was over.
+        # If this process was paused, the order of the stop and the end of the block is unknown.
         await arm.ask_debug("reset")
         await arm.ask("start")
         await arm.moves(3)
@@ -142,15 +142,15 @@ async def test_stop_during_a_block_precedes_motion(place: Place, moving: tuple[A
 
 
 async def test_f24_robot_of_a_paused_process_replans(place: Place, moving: tuple[Arm, Script]) -> None:
-    """Fault F24. One hold, no action that expired, links return, and the pause has its own counter."""
+    """Fault F24: one hold, no expired action, reconnected links, and a separate counter for the pause."""
     arm, _ = moving
-    before, said = await _figures(place.server.url), len(place.server.words())
+    before, logged = await _figures(place.server.url), len(place.server.words())
     place.server.send(signal.SIGSTOP)
     await asyncio.sleep(PAUSE)
     resumed = time.monotonic()
     place.server.send(signal.SIGCONT)
     assert arm.first_observation(await arm.moves(20)) > resumed - 0.1
-    await _until_logged(place, said, "this process was paused for")
+    await _until_logged(place, logged, "this process was paused for")
     after = await _figures(place.server.url)
     assert after["process_paused_total"] == before["process_paused_total"] + 1
     assert after["process_paused_seconds_total"] - before["process_paused_seconds_total"] >= 0.8 * PAUSE
@@ -162,10 +162,10 @@ async def test_f24_robot_of_a_paused_process_replans(place: Place, moving: tuple
 
 @pytest.mark.parametrize("move", ["emergency_stop", "stop", "delete"])
 async def test_stop_is_prompt_while_an_inference_hangs(place: Place, moving: tuple[Arm, Script], move: str) -> None:
-    """The inference hangs in its thread; the robot is still doing the chunk of the one before."""
+    """The inference hangs in its thread while the robot executes the previous action chunk."""
     arm, policy = moving
     try:
-        policy.says("hang")
+        policy.set_mode("hang")
         await arm.until(lambda session: session["stats"]["watch"]["inference_age_ms"])
         pressed = time.monotonic()
         method, path = ("DELETE", "") if move == "delete" else ("POST", f"/{move}")
@@ -173,23 +173,23 @@ async def test_stop_is_prompt_while_an_inference_hangs(place: Place, moving: tup
         assert status == 200, answer
         if move != "delete":
             answered = time.monotonic() - pressed
-            assert answered <= 0.1 + arm.meter.lost(pressed), "nobody waits for the inference"
+            assert answered <= 0.1 + arm.meter.lost(pressed), "the response does not wait for the inference"
             session = await arm.until(lambda session: session["status"] == "stopped")
             assert bool(session["stats"]["emergency_stop"]) == (move == "emergency_stop")
         arm.check_motion_ended(pressed, PERIOD + 0.02)
     finally:
-        policy.says("good")
+        policy.set_mode("good")
 
 
-async def test_two_servers_that_claim_one_session_never_command_its_robot_both(place: Place) -> None:
-    """Of one id, in one workspace, on servers that know nothing of each other: the rooms wait for the first one."""
+async def test_only_one_of_two_servers_commands_the_robot_of_a_session(place: Place) -> None:
+    """Two independent servers use one session id in one workspace: the rooms stay with the first session."""
     policy = Script(place.folder / f"policy{next(_numbers)}")
     async with (
         started(transport=REAL, load=load, parts={"read_requirements": read}) as other,
         fault_proxy(place.rooms.url) as proxy,
         AsyncExitStack() as stack,
     ):
-        # The one that moves is behind a wire that breaks.
+        # A proxy that can fail is between the moving session and the server.
         cut = await stack.enter_async_context(arm(place.server, policy, f"arm{next(_numbers)}"))
         cut.transport_url = proxy.url
         await cut.create(workspace_id=cut.id)
@@ -205,20 +205,20 @@ async def test_two_servers_that_claim_one_session_never_command_its_robot_both(p
         proxy.is_refusing = True
         proxy.cut()
         await cut.until(lambda session: session["stats"]["watch"]["links_lost"])
-        for _ in range(5):  # the room waits for its session
-            status, told = await claim()
-            assert status == 502, told
-            assert "only the session that this room belongs to may command its robot" in told["detail"]
+        for _ in range(5):  # The room is reserved for its session.
+            status, reply = await claim()
+            assert status == 502, reply
+            assert "only the session that this room belongs to may command its robot" in reply["detail"]
             await asyncio.sleep(0.1)
         proxy.heal()
-        async with asyncio.timeout(30):  # the first one moves the robot again
+        async with asyncio.timeout(30):  # The first session moves the robot again.
             await cut.moves(5)
         assert (await claim())[0] in (409, 502)
 
 
 async def test_sigterm_ends_a_server_blocked_in_c_and_breaks_the_link(place: Place, moving: tuple[Arm, Script]) -> None:
     arm, _ = moving
-    said = len(place.server.words())
+    logged = len(place.server.words())
     place.block("held", 60)
     await asyncio.sleep(0.2)
     asked = time.monotonic()
@@ -228,13 +228,13 @@ async def test_sigterm_ends_a_server_blocked_in_c_and_breaks_the_link(place: Pla
         assert time.monotonic() - asked <= 5 + arm.meter.lost(asked)
     finally:
         place.server.kill()
-    words = place.server.words()[said:]
+    words = place.server.words()[logged:]
     assert "its event loop is blocked" in words
     assert re.search(r'scripted_server.py", line \d+ in block', words)
     assert arm.history.motions(asked + 0.1 + arm.meter.worst(asked)) == []
 
     async def listed() -> set[str]:
-        return {arm.id}  # by the next server, as of every one that was killed
+        return {arm.id}  # The next server lists the session of a killed server.
 
     arm.listed = listed
 
@@ -253,8 +253,8 @@ def test_sigterm_ends_a_server_blocked_in_python(tmp_path: Path) -> None:
         assert "in block" in running.words()
 
 
-# A process that hears of SIGTERM, or is too busy to, and never ends by itself; its guard has other times.
-DEAF = """
+# A process that acknowledges SIGTERM or is too busy to, and never ends by itself; its guard has other timeouts.
+UNRESPONSIVE = """
 import signal, sys, time
 from service import signal_guard
 
@@ -282,13 +282,13 @@ def test_process_that_does_not_end_is_killed(tmp_path: Path, what: str, reaction
         assert line in text
         text = text.replace(line, f"\n{name} = {after}\n")
     (tmp_path / "guard.py").write_text(text)
-    command = [sys.executable, "-c", DEAF, str(tmp_path / "guard.py"), what]
+    command = [sys.executable, "-c", UNRESPONSIVE, str(tmp_path / "guard.py"), what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
         try:
             assert running.stdout.readline() == "ready\n"
             running.send_signal(signal.SIGTERM)
-            _, said = running.communicate(timeout=10)
+            _, logged = running.communicate(timeout=10)
         finally:
             running.kill()
     assert running.returncode == -signal.SIGKILL
-    assert f"robojax: {why}, so process {running.pid} is killed" in said
+    assert f"robojax: {why}, so process {running.pid} is killed" in logged

@@ -1,4 +1,4 @@
-"""Under floods of sixty sockets no turn of the server's loop is long, and a stop is prompt.
+"""Floods by sixty sockets: no turn of the server's loop is long, and a stop is prompt.
 
 ``python -m tests.hostile.test_floods`` measures processor time of the loop's thread, in its own process.
 """
@@ -28,9 +28,9 @@ from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import expect_ok, started
 
 SOCKETS = 60
-PERIOD = 0.02  # of a robot with 50 commands a second
+PERIOD = 0.02  # Seconds between commands of a robot at 50 Hz.
 STOP = 0.1
-ROUNDS = 3  # one long turn is the machine's; the server's own long turns are in each round
+ROUNDS = 3  # A single long turn may come from the machine; a long turn of the server recurs in each round.
 TROUBLE = re.compile(r"Traceback|Task was|never retrieved|in its chamber| ERROR ")
 SHORT = ("connects", "calls", "handshakes")
 
@@ -49,7 +49,7 @@ async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = S
 
 
 class Turns:
-    """Longest turn of the loop in processor seconds without garbage collection; ``where`` has stacks of long turns."""
+    """Longest turn of the loop in processor seconds, without garbage collection; ``where`` has stacks of long turns."""
 
     def __init__(self) -> None:
         self.longest, self.where = 0.0, list[str]()
@@ -100,7 +100,8 @@ async def server_with_a_session():
         for number in range(SOCKETS):
             await made.call("POST", "/robotics/workspaces/w/rooms", json={"room_id": f"r{number}"})
         gc.collect()
-        gc.freeze()  # as a server does after its first load: all that tests have imported takes 0.2 s to look through
+        # A server freezes its objects after its first load. Scanning all modules that tests import takes 0.2 s.
+        gc.freeze()
         try:
             yield made.app, made.url
         finally:
@@ -108,7 +109,7 @@ async def server_with_a_session():
 
 
 async def measure(app: Any, url: str, what: str, path: str) -> dict[str, Any]:
-    """Five stops in the midst of a flood: ``stops`` and the ``longest`` turn in seconds, ``where`` the loop was."""
+    """Return the durations of five stops during a flood, and the longest turn of the loop with its stacks."""
     async with flood(what, url, path, 20.0):
         for _ in range(3000):
             if len(app.config.CONNECTIONS) > SOCKETS // 2 or what in SHORT:
@@ -128,7 +129,7 @@ async def measure(app: Any, url: str, what: str, path: str) -> dict[str, Any]:
 
 
 async def measure_all() -> None:
-    """Print a line for each round of each kind: its name and what was measured; exceptions go to stderr."""
+    """Print the name and the measurements of each round of each kind as one line; exceptions go to stderr."""
     logging.basicConfig(level=logging.ERROR)
     async with server_with_a_session() as (app, url):
         for kind, (what, path) in FLOODS.items():
@@ -143,7 +144,7 @@ def is_prompt(found: dict[str, Any]) -> bool:
     return found["longest"] < PERIOD and max(found["stops"]) < STOP
 
 
-def test_sixty_who_flood_keep_no_tick_waiting_and_no_stop():
+def test_floods_of_sixty_sockets_delay_neither_ticks_nor_stops():
     ran = subprocess.run(
         [sys.executable, "-m", "tests.hostile.test_floods"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
@@ -155,8 +156,8 @@ def test_sixty_who_flood_keep_no_tick_waiting_and_no_stop():
     assert prompt == set(FLOODS)
 
 
-async def test_a_stop_over_a_new_connection_passes_hundreds_that_came_before_it():
-    """Requests that are answered before the stop is are counted; time is not measured."""
+async def test_stop_over_a_new_connection_passes_earlier_requests():
+    """The test counts the requests that are answered before the stop; it does not measure time."""
     stop, answered = "POST /sessions/door/emergency_stop", list[str]()
 
     async def call(line: str, port: int) -> None:
@@ -174,7 +175,7 @@ async def test_a_stop_over_a_new_connection_passes_hundreds_that_came_before_it(
     assert answered.index(stop) < 100
 
 
-async def test_clients_that_leave_during_a_flood_leave_no_trace_in_the_log(tmp_path: Path):
+async def test_clients_that_leave_during_a_flood_log_no_error(tmp_path: Path):
     with server(tmp_path) as running:
         async with aiohttp.ClientSession(running.url) as http:
             await http.post("/robotics/workspaces/w/rooms", json={"room_id": "r"})

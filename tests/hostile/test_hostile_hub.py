@@ -1,4 +1,4 @@
-"""A Hub that is slow, lies, or sends the client elsewhere: bounded in time, memory and disk, and nothing is left."""
+"""A Hub that is slow, lies or redirects: time, memory and disk are bounded, and no partial file remains."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ from tests.testing.waiting import wait_until
 FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 400}
 API, FILE = r"GET /api/models/", r"/resolve/"
 DEEP = b"[" * 100_000
-# Far beyond all limits below, and below what would have been waited without them.
+# Far above all limits below, and below the waiting time without limits.
 PROMPT = 30.0
 
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # Telemetry calls the real Hub.
     monkeypatch.delenv("HF_TOKEN", raising=False)
     for name, value in {"STALLED": 0.5, "ANSWER": 4.0, "GRACE": 2.5, "QUIET": 1.0, "MAX_ANSWER": 1 << 20}.items():
         monkeypatch.setattr(hub, name, value)
@@ -53,8 +53,8 @@ def files_of(folder: Path) -> set[Path]:
 
 
 def assert_is_clean(folder: Path) -> None:
-    """Nothing outside of the repo's folder, and nothing in it that could be taken for a policy."""
-    # A thread that was left behind removes its own file.
+    """Assert that the repo's folder alone was written, and that it has no incomplete policy."""
+    # A thread that outlives the fetch removes its own file.
     wait_until(lambda: not [path for path in files_of(folder) if path.name.endswith(".incomplete")], PROMPT)
     inside = folder / "cache" / "models--someone--arm"
     assert not [path for path in files_of(folder) if not path.is_relative_to(folder / "cache")]
@@ -121,7 +121,7 @@ def test_hostile_answer_is_an_error_and_the_next_fetch_works(
         ("Content-Disposition", 'attachment; filename="../../../escaped"'),
     ],
 )
-def test_header_of_a_file_never_becomes_a_name(fetch, stub: StubHub, tmp_path: Path, header: str, value: str) -> None:
+def test_response_header_never_names_a_file(fetch, stub: StubHub, tmp_path: Path, header: str, value: str) -> None:
     stub.script(FILE, "body", times=None, more={header: value})
     folder = fetch()
     assert folder.name == stub.head("someone/arm")
@@ -161,14 +161,14 @@ def test_false_listing_is_refused_before_any_fetch(fetch, stub: StubHub, tmp_pat
 @pytest.mark.parametrize(
     "revision", ["../../../../escaped", "/etc/passwd", "a/../b", ".hidden", "a\0b", "x" * 300, "a/"]
 )
-def test_a_revision_is_no_path(fetch, stub: StubHub, tmp_path: Path, revision: str) -> None:
+def test_revision_is_not_a_path(fetch, stub: StubHub, tmp_path: Path, revision: str) -> None:
     with pytest.raises(HubError, match="is no revision"):
         fetch(revision)
     assert not stub.requests
     assert not files_of(tmp_path)
 
 
-def test_a_commit_that_comes_between_listing_and_fetching_is_not_mixed_in(fetch, stub: StubHub) -> None:
+def test_commit_between_listing_and_fetching_is_not_mixed_in(fetch, stub: StubHub) -> None:
     first = stub.head("someone/arm")
 
     def push(progress: Any) -> None:
@@ -182,10 +182,10 @@ def test_a_commit_that_comes_between_listing_and_fetching_is_not_mixed_in(fetch,
     assert (folder.name, (folder / "model.safetensors").read_bytes()) == (stub.head("someone/arm"), b"another")
 
 
-def test_what_a_killed_download_left_is_compared_before_it_is_used(fetch, stub: StubHub) -> None:
+def test_files_of_a_killed_download_are_verified_before_use(fetch, stub: StubHub) -> None:
     folder = fetch()
     note = folder.parents[1] / ".robojax" / f"{folder.name}.json"
-    note.unlink()  # killed between the last byte and the comparison
+    note.unlink()  # As if killed between the last byte and the comparison.
     (folder / "model.safetensors").resolve().write_bytes(b"half")
     assert (fetch() / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
@@ -223,11 +223,11 @@ def is_running(pid: int) -> bool:
     return False
 
 
-class Unwanted(Exception):
-    """What a session that is deleted raises where it is told how much is done."""
+class SessionDeleted(Exception):
+    """Raised from the progress callback of a deleted session."""
 
 
-def test_a_download_ends_when_nobody_waits_for_it(fetch, stub: StubHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_ends_when_its_caller_is_gone(fetch, stub: StubHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "GRACE", 600.0)
     monkeypatch.setattr(hub, "STALLED", 600.0)
     stub.script(FILE + ".*model", "drip", times=None)
@@ -236,10 +236,10 @@ def test_a_download_ends_when_nobody_waits_for_it(fetch, stub: StubHub, monkeypa
 
     def tell(word: str) -> None:
         if is_unwanted.is_set():
-            raise Unwanted
+            raise SessionDeleted
 
     began = time.monotonic()
-    with pytest.raises(Unwanted):
+    with pytest.raises(SessionDeleted):
         fetch(on_progress=tell)
     assert time.monotonic() - began < PROMPT
     wait_until(lambda: all(thread.name != "hub-download" for thread in threading.enumerate()), PROMPT)
@@ -284,7 +284,7 @@ def test_broken_link_is_refused_and_hides_its_target(tmp_path: Path, target: str
         assert "secret" not in str(raised.value)
 
 
-def test_a_folder_larger_than_allowed_is_not_copied(tmp_path: Path) -> None:
+def test_folder_larger_than_allowed_is_not_copied(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

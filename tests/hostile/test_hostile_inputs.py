@@ -1,6 +1,6 @@
 """Reading untrusted bytes takes time in proportion to their length, and less than half a tick.
 
-``READERS`` has every such reader with its worst input, at the largest size that reaches it.
+``READERS`` lists each reader with its slowest input, at the largest size that reaches it.
 """
 
 import asyncio
@@ -47,20 +47,20 @@ from service.transport import address, protocol
 from service.transport.server import bodies
 from service.transport.webrtc import ice, jitter_buffer, peer
 
-LIMIT = 0.010  # seconds: half a tick at 50 Hz
-RATIO = 2.5  # of the time for twice as much; 4 is what a square takes
-# What takes less is over before anybody could notice, and too short for a ratio.
+LIMIT = 0.010  # Seconds: half a tick at 50 Hz.
+RATIO = 2.5  # Allowed ratio of times for a doubled size; 4 means quadratic time.
+# Shorter times have no visible effect and are too short for a ratio.
 SHORT = 0.002
-HEAD = 8192  # bytes of a request's head
+HEAD = 8192  # Bytes of a request's head.
 
 
 @dataclass(frozen=True)
 class Reader:
     name: str
     call: Callable[[Any], object]
-    worst: Callable[[int], Any]  # builds the argument of `call` from a size
-    most: int  # the largest size that reaches it
-    is_on_loop: bool = True  # else it runs in a thread
+    worst: Callable[[int], Any]  # Builds the argument of `call` from a size.
+    most: int  # The largest size that reaches the reader.
+    is_on_loop: bool = True  # False: it runs in a thread.
 
 
 def repeated(piece: str, head: str = "", tail: str = "") -> Callable[[int], str]:
@@ -68,7 +68,7 @@ def repeated(piece: str, head: str = "", tail: str = "") -> Callable[[int], str]
 
 
 def counted(piece: str, head: str = "", tail: str = "", between: str = ",") -> Callable[[int], str]:
-    """Pieces with a number in them, each different."""
+    """Return a function that joins numbered, distinct pieces."""
     return lambda size: (
         head
         + between.join(piece % number for number in range((size - len(head) - len(tail)) // (len(piece) + 5)))
@@ -80,7 +80,7 @@ def encoded(worst: Callable[[int], str]) -> Callable[[int], bytes]:
     return lambda size: worst(size).encode(errors="surrogatepass")[:size]
 
 
-# JSON at its worst, as the value of something: what surrounds it is the reader's.
+# The slowest JSON values; each reader adds the surrounding document.
 VALUES: dict[str, Callable[[int], str]] = {
     "nested lists": repeated("["),
     "nested objects": repeated('{"a":'),
@@ -144,7 +144,7 @@ def body_readers() -> Iterator[Reader]:
     yield from json_readers("cameras", read(schemas.NewSessionRequest), most, NEEDED % "camera_names")
     for model in (schemas.AdjustRequest, schemas.PolicyRequest, schemas.PolicyCheckRequest):
         yield Reader(f"{model.__name__}: names", read(model), encoded(VALUES["names"]), most)
-    # What the issue is about: a decoding error, then quotes that nothing ends.
+    # The slowest case: a decoding error, followed by an unterminated run of quotes.
     for name, head in (("no UTF-8", b'\xff"'), ("a constant", b'[NaN,"'), ("half a text", b'"')):
         yield Reader(f"a session: {name}, then quotes", read(schemas.NewSessionRequest),
                      lambda size, head=head: head + b'\\"' * ((size - 2) // 2), most)  # fmt: skip
@@ -169,7 +169,7 @@ def read_url(url: str) -> None:
 
 
 def errors_about_names(letter: str) -> tuple[Callable[[Any], object], Callable[[int], Any]]:
-    """An error's text, and a body with as many names as it may have, all alike but for one letter."""
+    """Return a parser whose error lists the fields, and a body with the maximum number of similar names."""
 
     def alike(count: int, size: int) -> list[str]:
         return [letter * (size // 2) + chr(0x100 + number) + letter * (size // 2 - 1) for number in range(count)]
@@ -231,17 +231,17 @@ def describe(sdp: str) -> object:
 
 
 def video_readers() -> Iterator[Reader]:
-    # As much as a frame or a signal may have of it; what is longer than a description is not even split.
+    # The first size is the maximum of a frame or a signal: descriptions above their own limit are not even split.
     for name, line in LINES.items():
         yield Reader(
             f"a description of {name}", describe, counted(line, SDP + MEDIA, between=""), protocol.MAX_FRAME_BYTES
         )
-        yield Reader(f"a short one of {name}", describe, counted(line, SDP + MEDIA, between=""), peer.MAX_SDP)
+        yield Reader(f"a short description of {name}", describe, counted(line, SDP + MEDIA, between=""), peer.MAX_SDP)
     for name, line in (("a=fmtp:96 ", "a=b;"), ("a=ssrc-group:FID ", "1 "), ("m=video 9 x ", "96 "), ("o=- ", "1 ")):
         yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), peer.MAX_SDP)
     for what in ("1 ", "a", "1 1 udp 1 a 1 typ host raddr "):
         yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), ice.MAX_CANDIDATE_LENGTH)
-    # An access unit has as many packets as are kept.
+    # An access unit has at most as many packets as the buffer keeps.
     for name, piece in (
         ("empty units", b"\0\0\1"),
         ("empty descriptions", b"\0\0\1\x67"),
@@ -255,7 +255,7 @@ def video_readers() -> Iterator[Reader]:
 
 
 def door_readers() -> Iterator[Reader]:
-    # Longer ones are read in a thread.
+    # A thread reads larger inputs.
     yield from json_readers("an act", codec.unpack_json, codec._MAX_ON_LOOP, '{"state":%s}')
     yield from json_readers("a long act", codec.unpack_json, codec.MAX_JSON, '{"a":%s}', is_on_loop=False)
     large = 16 << 20
@@ -296,7 +296,7 @@ def door_readers() -> Iterator[Reader]:
 
 def model_readers() -> Iterator[Reader]:
     limits = ArrayLimits()
-    some = 1 << 17  # of a MiB, and more when a setting says so
+    some = 1 << 17  # The default limit is 1 MiB, and a setting may raise it.
     yield from json_readers("arrays", lambda raw: array_formats.decode_json(raw, limits, {}), some,
                             '{"inputs":{"a":%s}}',
                             is_on_loop=False)  # fmt: skip
@@ -311,7 +311,7 @@ def npz_of(shape: str) -> object:
 
 
 def hook_readers() -> Iterator[Reader]:
-    quick, some = parsing.QUICK, 1 << 18  # of 5 MB
+    quick, some = parsing.QUICK, 1 << 18  # The limit is 5 MB.
 
     def take(raw: bytes) -> object:
         data = parsing.parse_json(raw)
@@ -353,7 +353,7 @@ def log_readers() -> Iterator[Reader]:
         yield Reader(
             f"a log line of {what!r}", lambda words: logging.redact(logging._truncate(words)), repeated(what), 1 << 20
         )
-        yield Reader(f"a whole one of {what!r}", logging.redact, repeated(what), logging.MAX_MESSAGE)
+        yield Reader(f"a whole message of {what!r}", logging.redact, repeated(what), logging.MAX_MESSAGE)
 
 
 def file_readers() -> Iterator[Reader]:
@@ -398,7 +398,7 @@ READERS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def without_collections() -> Iterator[None]:
-    """What the collector takes goes by all that the process holds, which a server has set aside."""
+    """Freeze all objects as a server does, so that garbage collection does not count them."""
     gc.collect()
     gc.disable()
     yield
@@ -406,11 +406,11 @@ def without_collections() -> Iterator[None]:
 
 
 def seconds(reader: Reader, size: int, times: int) -> float:
-    """Of this thread's processor time, the least of some: whatever else runs here is not counted."""
+    """Return the minimum processor time of this thread in seconds, so that other processes do not count."""
     given, least = reader.worst(size), float("inf")
     for _ in range(times):
         began = time.thread_time()
-        # What is refused is as good as what is read; any error that a reader may raise is tested elsewhere.
+        # A refusal counts as a read; other tests check the types of errors.
         try:
             reader.call(given)
         except (NameError, AttributeError):
@@ -424,21 +424,21 @@ def seconds(reader: Reader, size: int, times: int) -> float:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_the_worst_of_its_length_takes_no_longer_than_its_length_allows(reader: Reader) -> None:
+def test_slowest_input_is_read_in_linear_and_bounded_time(reader: Reader) -> None:
     whole = seconds(reader, reader.most, 3)
     if whole < SHORT:
         return
     if reader.is_on_loop:
         whole = whole if whole <= LIMIT else min(whole, seconds(reader, reader.most, 12))
         assert whole <= LIMIT, f"{whole * 1e3:.1f} ms for {reader.most} bytes"
-    told = ""
-    # Where a limit lies between the two, twice as much may well take less.
+    times = ""
+    # If a limit lies between the two sizes, the larger input may take less time.
     for _ in range(4):
         half = seconds(reader, reader.most // 2, 3)
         if whole <= RATIO * max(half, SHORT):
             return
-        whole, told = min(whole, seconds(reader, reader.most, 3)), f"{whole * 1e3:.1f} and {half * 1e3:.1f}"
-    raise AssertionError(f"{told} ms for {reader.most} bytes and for half of them")
+        whole, times = min(whole, seconds(reader, reader.most, 3)), f"{whole * 1e3:.1f} and {half * 1e3:.1f}"
+    raise AssertionError(f"{times} ms for {reader.most} bytes and for half of them")
 
 
 def picture() -> str:
@@ -450,7 +450,7 @@ async def decoded() -> object:
     return await file.decode_images(observation.ObservationSpec(("front",), JointTable([]), 1 << 21))
 
 
-# What is large and may be: it is read in threads, and the loop runs on.
+# Large valid inputs are read in threads while the loop continues.
 IN_THREADS: dict[str, Callable[[], Awaitable[object]]] = {
     "an act with a picture": lambda: codec.read_json(picture()),
     "an act of escapes": lambda: codec.read_json(picture().replace("A" * 100, "\\n" * 50)),
@@ -465,12 +465,12 @@ IN_THREADS: dict[str, Callable[[], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("name", IN_THREADS)
-async def test_what_is_read_in_a_thread_does_not_keep_the_loop(name: str) -> None:
+async def test_reading_in_a_thread_does_not_block_the_loop(name: str) -> None:
     before = sys.getswitchinterval()
-    sys.setswitchinterval(0.001)  # as the engine does
+    sys.setswitchinterval(0.001)  # The engine uses the same interval.
     try:
-        # The best of some, beside a thread that hands the lock on whenever it is asked to: on a machine that others
-        # use, too, either may lose its core while it has the lock.
+        # Take the minimum, with a thread that releases the lock on request: on a shared machine, either thread may lose
+        # its core while it holds the lock.
         bare, pauses = list[float](), list[float]()
         while len(pauses) < 12 and (not pauses or min(pauses) > LIMIT + min(bare)):
             pauses.append(await longest_pause(IN_THREADS[name]))
@@ -487,7 +487,7 @@ def spin(seconds: float) -> None:
 
 
 async def longest_pause(read: Callable[[], Awaitable[object]]) -> float:
-    """Seconds that the loop did not come to its turn meanwhile."""
+    """Return the longest time in seconds for which the loop did not run during `read`."""
     reading, longest = asyncio.ensure_future(read()), 0.0
     while not reading.done():
         began = time.monotonic()

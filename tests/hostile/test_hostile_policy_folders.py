@@ -1,4 +1,4 @@
-"""Folders of policies that a stranger may write to: whatever is in one, it is refused, and nobody else waits for it."""
+"""Policy folders with hostile content: each is refused, and other loads do not wait for it."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ from tests.testing.waiting import lives, until, wait_until
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "robojax" / "sim" / "policy"
 STATE = "policy_preprocessor_step_3_normalizer_processor.safetensors"
-# What a child does that never comes to an end, in the folder of this name.
+# A child process runs this program for a folder that never finishes loading.
 STUCK = "import time; time.sleep(600)"
 
 
@@ -39,7 +39,7 @@ def children() -> set[int]:
 
 
 class Loader:
-    """Opens and inspects files as a server does, and returns a script; a folder ``slow`` waits for ``gate``."""
+    """Open and inspect files as a server does, and return a script; a folder ``slow`` waits for ``gate``."""
 
     def __init__(self, roots: list[Path] | None = None):
         self.roots = roots
@@ -61,7 +61,7 @@ class Loader:
 
 @asynccontextmanager
 async def server(load: Loader, **settings):
-    """A server on loopback, what its event loop complains of, and a way to ask it."""
+    """Yield a server on loopback, the complaints of its event loop, and a function for requests."""
     settings |= {"load_memory": 1 << 28, "creates_per_minute": 10_000}
     parts = {"read_requirements": make_requirements_reader(Settings.from_values(**settings).policies)}
     complaints: list[object] = []
@@ -94,7 +94,7 @@ def replace(path: Path, make) -> None:
 
 def make_socket(path: Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # a socket's name is short
+    os.chdir(path.parent)  # The path of a socket has a small maximum length.
     try:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
@@ -103,7 +103,7 @@ def make_socket(path: Path) -> None:
 
 
 def sparse(path: Path, size: int) -> None:
-    """A file of statistics that is valid and has so many bytes, of which the disk keeps none."""
+    """Write a valid, sparse file of statistics with this number of bytes."""
     count = size // 4
     entry = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
     header = json.dumps({"observation.state.mean": entry}).encode()
@@ -112,10 +112,10 @@ def sparse(path: Path, size: int) -> None:
 
 
 def rename_state(folder: Path, name: str) -> Path:
-    """The statistics have another name than LeRobot gives them."""
+    """Rename the statistics to a name that LeRobot does not use."""
     (folder / STATE).rename(folder / name)
-    said = (folder / "policy_preprocessor.json").read_text()
-    (folder / "policy_preprocessor.json").write_text(said.replace(STATE, name))
+    spec = (folder / "policy_preprocessor.json").read_text()
+    (folder / "policy_preprocessor.json").write_text(spec.replace(STATE, name))
     return folder / name
 
 
@@ -124,9 +124,9 @@ def rename_and(spoil):
 
 
 def write_renames(path: Path, count: int) -> None:
-    said = json.loads(path.read_text())
-    said["steps"][0]["config"]["rename_map"] = {f"observation.from{n}": f"observation.to{n}" for n in range(count)}
-    path.write_text(json.dumps(said))
+    spec = json.loads(path.read_text())
+    spec["steps"][0]["config"]["rename_map"] = {f"observation.from{n}": f"observation.to{n}" for n in range(count)}
+    path.write_text(json.dumps(spec))
 
 
 def write_statistics(path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_spoiled_folder_is_refused_by_check_and_session(tmp_path, good):
             answers = await asyncio.gather(
                 call("POST", "/policies/check", policy_path=str(folder)), call("POST", "/sessions", **body(folder))
             )
-            # The sender's own path is repeated, but no other path of the server.
+            # Responses repeat the client's own path, but no other path of the server.
             text = "".join(text for _, text in answers).replace(str(folder), "")
             if [status for status, _ in answers] != [422, 422] or words not in text or str(root) in text:
                 wrong[name] = answers
@@ -201,7 +201,7 @@ async def test_spoiled_folder_is_refused_by_check_and_session(tmp_path, good):
         assert call.complaints == []
 
 
-async def test_refused_check_takes_no_memory_of_the_server(good):
+async def test_refused_check_does_not_use_the_memory_of_the_server(good):
     folder = good
     sparse(rename_state(folder, "numbers.safetensors"), 16 << 20)
     os.truncate(folder / "numbers.safetensors", 15 << 20)
@@ -209,7 +209,7 @@ async def test_refused_check_takes_no_memory_of_the_server(good):
     async with server(Loader()) as call:
         answers = [await call("POST", "/policies/check", policy_path=str(folder)) for _ in range(3)]
         assert {status for status, _ in answers} == {422}
-        assert _peak() - before < 8 << 20  # three times fifteen millions, had they been read here
+        assert _peak() - before < 8 << 20  # Reading in this process would take three times 15 MB.
         write_renames(folder / "policy_preprocessor.json", 20_000)
         write_statistics(folder / "numbers.safetensors")
         status, text = await call("POST", "/policies/check", policy_path=str(folder))
@@ -245,7 +245,7 @@ async def test_load_of_a_departed_client_is_dropped_silently(tmp_path):
         creating.cancel()
         with suppress(asyncio.CancelledError):
             await creating
-        await asyncio.sleep(0.2)  # the server notices that its client is gone
+        await asyncio.sleep(0.2)  # Time for the server to notice the disconnect.
         assert (await call("DELETE", "/sessions/arm"))[0] == 200
         await until(lambda: not children() - before)
         await asyncio.sleep(0.05)
@@ -253,7 +253,7 @@ async def test_load_of_a_departed_client_is_dropped_silently(tmp_path):
         assert call.complaints == []
 
 
-async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path, good):
+async def test_more_stuck_folders_than_cores_delay_no_other_load(tmp_path, good):
     folders = [Path(shutil.copytree(DEMO, tmp_path / f"stuck{number}")) for number in range(5)]
     async with server(Loader()) as call:
         stuck = [asyncio.create_task(call("POST", "/sessions", **body(one, one.name))) for one in folders]
@@ -282,8 +282,8 @@ async def test_endless_build_is_refused_and_other_policies_load(tmp_path, good, 
         assert call.complaints == []
 
 
-def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
-    """Which is killed here, so that it can end nobody."""
+def test_child_process_ends_with_its_killed_server(tmp_path):
+    """The server is killed, so that its own cleanup cannot end the child."""
     program = (
         "import sys; from pathlib import Path; from service.inference.sandbox import CheckpointSandbox as Inspection; "
         f"Inspection(program='import os; print(os.getpid(), file=sys.stderr); {STUCK}')(Path({str(DEMO)!r}))"
@@ -291,7 +291,7 @@ def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
     server = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
     try:
         found = wait_until(psutil.Process(server.pid).children)
-        time.sleep(0.3)  # it has begun
+        time.sleep(0.3)  # Time for the child to start.
         server.send_signal(signal.SIGKILL)
         server.wait()
         wait_until(lambda: not any(lives(child.pid) for child in found))

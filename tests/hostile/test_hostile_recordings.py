@@ -1,4 +1,4 @@
-"""Files that claim more than they hold, pipes, damage at any byte, a process killed at any moment, two at once."""
+"""Recordings with false sizes, pipes, damage at any byte, killed processes, and concurrent exports."""
 
 import fcntl
 import itertools
@@ -44,9 +44,9 @@ from tests.unit.recording.conftest import record
 
 __all__ = ["record"]
 ROOT = Path(__file__).parents[2]
-# Bytes that a process may have more than it needs for its imports: what is claimed is far beyond.
+# Memory in bytes above the need of the imports; the claimed sizes are far larger.
 ROOM = 600 << 20
-# Bytes that a file's steps may take while they are read: a chunk of the largest size a few times.
+# Memory in bytes for reading the steps of a file: a few chunks of the maximum size.
 ENOUGH = 4 * mcap_files.MAX_RECORD
 
 
@@ -70,14 +70,14 @@ def chunk(content: bytes, size: int | None = None, *, data: bytes | None = None,
 
 
 def zeros(size: int) -> bytes:
-    """A frame that decompresses to so many zeros, made piece by piece."""
+    """Return a frame that decompresses to this number of zeros, compressed piece by piece."""
     packing = zstandard.ZstdCompressor(level=3).compressobj(size=size)
     pieces = [packing.compress(bytes(1 << 20)) for _ in range(size >> 20)]
     return b"".join([*pieces, packing.flush()])
 
 
 def windowed(content: bytes) -> bytes:
-    """A frame that wants 128 MiB to be decompressed in, whatever is in it."""
+    """Return a frame whose decompression needs a window of 128 MiB, independent of its content."""
     parameters = zstandard.ZstdCompressionParameters(window_log=27)
     packing = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     return packing.compress(content) + packing.flush()
@@ -108,8 +108,8 @@ LOOK = """
 """
 
 
-def test_a_bomb_of_64_kb_is_refused_with_its_name_and_both_numbers(tmp_path: Path) -> None:
-    """``robojax recordings info`` in a process with little memory and little time."""
+def test_64_kb_bomb_is_refused_with_its_name_and_both_sizes(tmp_path: Path) -> None:
+    """``robojax recordings info`` runs in a process with limited memory and time."""
     path = tmp_path / "bomb.mcap"
     path.write_bytes(built(chunk(b"", 2 << 30, data=zeros(2 << 30))))
     assert path.stat().st_size < 200_000
@@ -134,7 +134,7 @@ def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str
     return run
 
 
-# What is in a file -> what is said of it: RecordingError (refused), or the text of its damage.
+# Content of a file -> expected result: the message of RecordingError (refused) or of the reported damage.
 CLAIMS: dict[str, tuple[Callable[[], bytes], str]] = {
     "chunk of more than it claims": (lambda: built(chunk(b"", 1000, data=zeros(1 << 30))), "has more"),
     "chunk of less than it claims": (lambda: built(chunk(b"", 1000, data=zstandard.compress(b"1"))), "and has 1"),
@@ -158,12 +158,13 @@ CLAIMS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
+def test_false_sizes_in_a_file_are_refused(tmp_path: Path, claim: str) -> None:
     build, words = CLAIMS[claim]
     path = tmp_path / "a.mcap"
     path.write_bytes(build())
     source = McapSource(path)
-    source.outcome = mcap_files.RecordingOutcome("off")  # as if its end were whole
+    # As if the file had been closed properly.
+    source.outcome = mcap_files.RecordingOutcome("off")
     found, said = [], ""
     tracemalloc.start()
     try:
@@ -193,18 +194,18 @@ def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
         ("limits", "none"),
     ],
 )
-def test_what_a_file_is_about_is_checked_value_by_value(tmp_path: Path, name: str, value: object) -> None:
+def test_each_value_of_the_metadata_is_checked(tmp_path: Path, name: str, value: object) -> None:
     about = {**subject().to_metadata(), name: json.dumps(value)}
     path = tmp_path / "a.mcap"
     path.write_bytes(built(about=about))
     with pytest.raises(RecordingError, match=rf"a\.mcap cannot be read .*({name}|differ in number|digits)"):
         McapSource(path)
-    # One that a stranger put there does not keep the others from being listed.
+    # A hostile file does not prevent the listing of other files.
     (entry,) = RecordingLibrary(tmp_path).list_entries()
     assert entry.state == "unreadable"
 
 
-def test_the_header_is_found_only_at_the_beginning(tmp_path: Path) -> None:
+def test_header_is_searched_only_at_the_beginning(tmp_path: Path) -> None:
     path, about = tmp_path / "a.mcap", subject(cameras=()).to_metadata()
     whole = built(about=about)
     for size, is_found in ((mcap_files.MAX_HEADER // 2, True), (mcap_files.MAX_HEADER, False)):
@@ -217,9 +218,9 @@ def test_the_header_is_found_only_at_the_beginning(tmp_path: Path) -> None:
                 McapSource(path)
 
 
-def test_an_index_at_the_end_has_a_size(tmp_path: Path) -> None:
+def test_size_of_the_index_is_limited(tmp_path: Path) -> None:
     path, start = tmp_path / "a.mcap", len(built(ended=False))
-    with path.open("wb") as file:  # a hole, which the disk keeps nothing of
+    with path.open("wb") as file:  # A sparse file.
         file.write(built(ended=False))
         file.seek(mcap_files.MAX_SUMMARY + 1, os.SEEK_CUR)
         end = RecordBuilder()
@@ -229,7 +230,7 @@ def test_an_index_at_the_end_has_a_size(tmp_path: Path) -> None:
         McapSource(path)
 
 
-def test_a_file_has_so_many_episodes(record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_episodes_is_limited(record, monkeypatch: pytest.MonkeyPatch) -> None:
     source = McapSource(record(episodes=3, size=(16, 16)))
     assert len({step.episode for step in source.steps()}) == 3
     monkeypatch.setattr(mcap_files, "MAX_EPISODES", 2)
@@ -244,13 +245,13 @@ def test_gaps_of_years_are_not_filled_with_steps(record, tmp_path: Path) -> None
     late = [(topic, at + (10**18 if number > len(whole) // 2 else 0), found)
             for number, (topic, at, found) in enumerate(whole)]  # fmt: skip
     source.messages = lambda: iter(late)  # type: ignore[method-assign]
-    steps = list(itertools.islice(source.steps(), 100))  # all of them would not fit into memory
+    steps = list(itertools.islice(source.steps(), 100))  # The complete list would exceed the memory.
     assert len(steps) == 12
     assert {step.episode for step in steps} == {0, 1}
 
 
 @pytest.mark.parametrize("name", ["a.mcap", "dataset/meta/episodes.jsonl", "dataset/meta/info.json"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if name.endswith(".jsonl"):
@@ -269,11 +270,11 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     reading.join(20)
-    assert ended, "it waits for somebody to write"
+    assert ended, "the reader waits for a writer"
     assert RecordingLibrary(tmp_path).list_entries() == []
 
 
-def test_of_a_pipe_nothing_is_taken(tmp_path: Path) -> None:
+def test_pipe_is_never_read(tmp_path: Path) -> None:
     os.mkfifo(path := tmp_path / "a.mcap")
     content, pipe = built(), os.open(path, os.O_RDWR | os.O_NONBLOCK)
     try:
@@ -294,10 +295,10 @@ def test_control_characters_are_not_printed(tmp_path: Path) -> None:
     assert not set(said[:1] + "\x07\u202e") & set(shown)
 
 
-def test_a_file_cut_at_any_byte_is_read_as_far_as_it_goes_and_says_so(record, tmp_path: Path) -> None:
+def test_truncated_file_is_read_up_to_its_end_and_reports_it(record, tmp_path: Path) -> None:
     whole = record(episodes=1, size=(16, 16), cameras=()).read_bytes()
     cut, counts, said = tmp_path / "cut.mcap", set(), set()
-    # All of the end, where each record is short, and a step that meets every kind of place before.
+    # Each byte of the end, where records are short; before that, a step that meets each kind of position.
     sizes = [*range(0, len(whole) - 400, 61), *range(len(whole) - 400, len(whole))]
     for size in sizes:
         cut.write_bytes(whole[:size])
@@ -313,7 +314,7 @@ def test_a_file_cut_at_any_byte_is_read_as_far_as_it_goes_and_says_so(record, tm
     assert said == {True}
 
 
-def test_a_byte_that_is_another_is_found_or_changes_nothing(record, tmp_path: Path) -> None:
+def test_changed_byte_is_detected_or_has_no_effect(record, tmp_path: Path) -> None:
     path = record(episodes=1, size=(16, 16))
     whole, dice = path.read_bytes(), random.Random(0)
     flipped, said = tmp_path / "flipped.mcap", 0
@@ -348,7 +349,7 @@ KILLED = """
 
 @contextmanager
 def killed_at_the_end(script: str, *arguments: Path) -> Iterator[None]:
-    """A process that has begun, as it says, and is killed at the end of the block."""
+    """Run a process until it prints that it has begun, and kill it at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         cwd=ROOT,
@@ -364,7 +365,7 @@ def killed_at_the_end(script: str, *arguments: Path) -> Iterator[None]:
         process.communicate()
 
 
-def test_killed_recorder_leaves_what_can_be_exported(tmp_path: Path) -> None:
+def test_recording_of_a_killed_recorder_can_be_exported(tmp_path: Path) -> None:
     dice = random.Random(1)
     for number in range(2):
         path = tmp_path / f"{number}.mcap"
@@ -379,11 +380,11 @@ def test_killed_recorder_leaves_what_can_be_exported(tmp_path: Path) -> None:
         assert len(open_dataset(tmp_path / f"set-{number}")) == writer.frames > 0
 
 
-def test_two_exports_into_one_folder_leave_one_whole_dataset(record, tmp_path: Path) -> None:
+def test_concurrent_exports_leave_one_complete_dataset(record, tmp_path: Path) -> None:
     source, folder = McapSource(record(episodes=1)), tmp_path / "set"
-    killed = tmp_path / "set.4194304-0123abcd.partial"  # no process has this number
+    killed = tmp_path / "set.4194304-0123abcd.partial"  # No process has this id.
     (killed / "meta").mkdir(parents=True)
-    foreign = {"set.mine.partial", "set.9999999999-0123abcd.partial"}  # no system has such a number
+    foreign = {"set.mine.partial", "set.9999999999-0123abcd.partial"}  # This id is above the maximum of any system.
     for name in foreign:
         (tmp_path / name).mkdir()
     steps = list(source.steps())
@@ -414,8 +415,8 @@ def test_two_exports_into_one_folder_leave_one_whole_dataset(record, tmp_path: P
     assert {path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")} == foreign
 
 
-def test_a_table_that_unfolds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Limits that are small, so that the table may be, too.
+def test_table_that_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Use small limits, so that a small table exceeds them.
     monkeypatch.setattr(table_files, "VALUES_BASE", 1 << 16)
     names = ["Rotation"]
     with DatasetWriter(tmp_path / "set", fps=20, joint_names=names) as writer:
@@ -437,12 +438,12 @@ def test_a_table_that_unfolds_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         open_dataset(tmp_path / "set")
 
 
-def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: Path) -> None:
-    # A pipe that somebody holds open and never reads: writes block for ever.
+def test_recorder_on_a_hanging_disk_keeps_at_most_its_queue(tmp_path: Path) -> None:
+    # A pipe that stays open and is never read: writes block forever.
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)  # else all that a quick machine has put so far may fit into it
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)  # A small buffer, which fills on any machine.
     limits = RecorderLimits(queue_bytes=200_000, queue_items=500)
     recorder = Recorder(tmp_path / "a.mcap", subject(), limits, open_file=lambda path: pipe.open("wb", buffering=0))
     try:
@@ -454,7 +455,7 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
         recorder.close()
         assert not recorder.join(0.05)
     finally:
-        os.close(reader)  # writes fail from here on
+        os.close(reader)  # Later writes fail.
     assert recorder.join(30)
     assert recorder.state == "failed"
 
@@ -476,14 +477,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def leave(disk: Path, free: int) -> None:
-    """Fill a disk but for so many bytes."""
+    """Fill a disk until only this number of bytes is free."""
     (disk / "rest").unlink(missing_ok=True)
     with (disk / "rest").open("wb") as rest:
         os.posix_fallocate(rest.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - free)
 
 
 def test_recording_on_a_full_disk_is_read(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Small pieces, so that each part of the file is the one that finds no room.
+    # Use small chunks, so that each part of the file meets a full disk.
     monkeypatch.setattr(mcap_writer, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(recorder_module, "_FLUSH_INTERVAL", 0.0)
     counts, states = [], []
@@ -495,7 +496,7 @@ def test_recording_on_a_full_disk_is_read(small_disk: Path, tmp_path: Path, monk
         recorder.close()
         assert recorder.join(60)
         states.append(recorder.state)
-        if not path.stat().st_size:  # not even its first bytes
+        if not path.stat().st_size:  # The header did not fit.
             with pytest.raises(RecordingError, match=r"0\.mcap cannot be read"):
                 McapSource(path)
             counts.append(0)
@@ -537,7 +538,7 @@ EXPORTS = """
 def test_export_on_a_full_disk_leaves_nothing(record, small_disk: Path) -> None:
     path, places = record(episodes=2), [0, 1, 2, 3, 5, 8, 12, 16, 20, 100]
     run = run_script(textwrap.dedent(EXPORTS), path, small_disk, *places)
-    # It does not take twelve pages for each of two cameras.
+    # Twelve pages for each of two cameras do not fit.
     full = [f"{pages} errno 28 ['rest']" for pages in places]
     lines = run.stdout.splitlines()
     number = next(number for number, line in enumerate(lines) if line != full[number])
@@ -546,7 +547,7 @@ def test_export_on_a_full_disk_leaves_nothing(record, small_disk: Path) -> None:
     assert len(open_dataset(small_disk / f"set-{places[number]}")) == 24
 
 
-EXPORTED = """
+EXPORT_ONCE = """
     import sys
     from pathlib import Path
     from service.recording.dataset import write_dataset
@@ -561,9 +562,9 @@ EXPORTED = """
 def test_killed_export_leaves_no_folder(record, tmp_path: Path) -> None:
     path, dice, folder = record(episodes=2), random.Random(2), tmp_path / "set"
     for _ in range(2):
-        with killed_at_the_end(EXPORTED, path, folder):
+        with killed_at_the_end(EXPORT_ONCE, path, folder):
             time.sleep(dice.random() * 0.1)
-        # Under its name it is whole, or not there.
+        # The folder has its final name only when it is complete.
         if folder.exists():
             assert len(open_dataset(folder)) == 24
             shutil.rmtree(folder)

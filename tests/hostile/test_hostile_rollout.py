@@ -1,4 +1,4 @@
-"""Policies that fail on their probation, on a server that is loaded, killed, and pushed to again meanwhile."""
+"""Policies that fail during probation, on a server under load that is killed and receives more pushes."""
 
 import asyncio
 import json
@@ -17,8 +17,10 @@ from tests.faults.processes import Process, process
 
 QUICK = {
     "ROBOJAX_UPDATE_QUIET": "0.2",
-    "ROBOJAX_UPDATE_PROBATION": "6",  # what fails is to fail long before its end, however late this process gets to it
-    "ROBOJAX_UPDATE_SLOW": "100",  # what a busy machine takes from an inference speaks against no policy here
+    # A failure ends a policy long before its probation ends, even if this process is late.
+    "ROBOJAX_UPDATE_PROBATION": "6",
+    # On a busy machine, slow inferences are no reason for a rollback.
+    "ROBOJAX_UPDATE_SLOW": "100",
     "ROBOJAX_UPDATE_POLL": "0",
     "ROBOJAX_STUCK_AFTER": "2",
 }
@@ -26,7 +28,7 @@ BUSY = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: 
 
 
 class Pushed:
-    """A policy's folder, and who pushes to it; what is pushed misbehaves once ``fail`` is called."""
+    """Folder of a policy with pushes to it; a pushed policy misbehaves once ``fail`` is called."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -50,7 +52,7 @@ class Pushed:
         self._mark.touch()
 
     def recover(self) -> None:
-        """End the misbehaviour, also an inference that hangs."""
+        """End the misbehaviour, including a hanging inference."""
         self._mark.unlink()
 
 
@@ -68,7 +70,7 @@ class Server:
         return found
 
     async def until(self, count: int, claim: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        """The deployment that is the ``count``-th, when the claim is true of it."""
+        """Return the deployment number ``count`` as soon as ``claim`` holds for it."""
         deadline = time.monotonic() + 60
         while True:
             found = await self.get("/deployments")
@@ -103,7 +105,7 @@ def busy() -> Iterator[None]:
 
 
 async def moving_arms(server: Server, stack: AsyncExitStack, policy: Pushed, modes: list[str]) -> list[Arm]:
-    """Robots whose sessions have these modes of updates; the first session, which tries pushes, is the oldest."""
+    """Start robots whose sessions use these update modes; the first session is the oldest and tries pushes."""
     arms = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(len(modes))]
     goes = [
         one.go(2, policy=str(policy.folder), auto_update=mode, rate=25) for one, mode in zip(arms, modes, strict=True)
@@ -126,7 +128,7 @@ async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path
             missed = await figures("missed_ticks")
             policy.push("nan")
             bad = await server.until_on_probation(1)
-            # At the moment at which it fails, what it came from goes away.
+            # The previous version is deleted at the moment of the failure.
             policy.fail()
             gone = policy.folder.rename(tmp_path / "gone")
             bad = await server.until_ended(1)
@@ -134,10 +136,10 @@ async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path
         assert (bad["result"], bad["reason"], [*bad["figures"]]) == ("rolled_back", "not_finite", ["arm0"]), bad
         assert set((await figures("policy_commit")).values()) == {first}
         assert await figures("policy_changes") == {"arm0": 2, "arm1": 0, "arm2": 0, "arm3": 0}
-        # All are on one machine; the one that was rolled back misses no more than those beside it.
+        # All sessions share one machine: the session with the rollback misses at most as many ticks as the others.
         assert lost["arm0"] <= 2 * max(lost[one.id] for one in arms[1:]) + 3, lost
         gone.rename(policy.folder)
-        # Two more are pushed, one while the other is taken back.
+        # Push twice more, the second time during a rollback.
         policy.push("raise")
         worse = await server.until_on_probation(2)
         policy.fail()
@@ -154,7 +156,7 @@ async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path
             await one.moves(2)
 
 
-# How a policy begins to fail on its probation -> why it is taken back.
+# Failure mode during probation -> reason of the rollback.
 REASONS = {"wild": "wild", "jump": "jump", "late": "starved", "hang": "stuck"}
 
 
@@ -175,7 +177,7 @@ async def test_bad_policy_on_probation_is_removed_and_others_continue(tmp_path: 
                 assert (bad["result"], bad["reason"]) == ("rolled_back", reason), json.dumps(bad)
                 expected[bad["sha"]] = reason
                 assert (await server.get("/sessions/arm0"))["stats"]["policy_commit"] == first
-                # Policies of this server run in its process. The process of an engine that hangs is replaced (F26).
+                # Policies of this server run in its process. Fault F26 covers the replacement of an engine process.
                 policy.recover()
                 for one in others:
                     now = (await server.get(f"/sessions/{one.id}"))["stats"]
@@ -185,7 +187,7 @@ async def test_bad_policy_on_probation_is_removed_and_others_continue(tmp_path: 
                 if mode != "hang":
                     await trying.moves(2)
         assert {one["sha"]: one["reason"] for one in await server.get("/quarantine")} == expected
-        # Nobody knows what a policy that hangs has done to its robot: it goes on when somebody says so.
+        # The effect of a hanging policy on its robot is unknown, so an operator must restart the session.
         assert (await server.get("/sessions/arm0"))["status"] == "error"
         await trying.ask("restart")
         await trying.moves(2)
@@ -207,10 +209,10 @@ async def test_kill_on_probation_does_not_keep_the_tried_policy(tmp_path: Path) 
             await server.process.start_again()
             (kept_away,) = await server.get("/quarantine")
             assert (kept_away["sha"], kept_away["reason"]) == (tried["sha"], "interrupted")
-            # It is in the folder still, and nothing would judge it.
-            status, told = await server.call("POST", "/sessions/arm0/restart")
+            # The policy is still in the folder, and no probation would judge it.
+            status, reply = await server.call("POST", "/sessions/arm0/restart")
             assert status >= 400
-            assert f"DELETE /quarantine/{tried['sha']}" in json.dumps(told)
+            assert f"DELETE /quarantine/{tried['sha']}" in json.dumps(reply)
             assert (await server.get("/sessions/arm0"))["status"] == "interrupted"
             policy.push()
             await one.ask("restart")

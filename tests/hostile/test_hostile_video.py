@@ -1,4 +1,4 @@
-"""A camera that means harm, over real sockets: before the handshake, during it, and with the keys in its hand."""
+"""A hostile camera over real sockets: before the handshake, during it, and with valid keys."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ from tests.hostile.video_cases import SSRC, Pair, packets, picture
 from tests.testing.waiting import until
 
 ROOT = Path(__file__).parents[2]
-CASES = int(os.environ.get("ROBOJAX_TEST_CASES", "300"))  # 5,000 take half a minute
+CASES = int(os.environ.get("ROBOJAX_TEST_CASES", "300"))  # 5,000 cases take half a minute.
 SEED = int(os.environ.get("ROBOJAX_TEST_SEED", "1"))
 QUICK = TransportTimeouts(greet=0.05, connect=1.0, answer=5.0)
 
@@ -85,7 +85,7 @@ async def offer_of(browser: RTCPeerConnection) -> str:
 
 
 async def throw(data: bytes, address: tuple[str, int], count: int = 1) -> None:
-    """Datagrams of somebody who is not the peer."""
+    """Send datagrams from a socket that is not the peer's."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as stranger:
         for number in range(count):
@@ -99,8 +99,8 @@ def sockets_of(peer: PeerConnection) -> list[Any]:
     return [each for transport in ice.transports_of(peer._pc) for each in transport.transport._connection._protocols]
 
 
-async def test_no_case_ends_or_holds_up_the_process_that_decodes():
-    """In a process of its own, so that a crash of a decoder is an exit code. 5,000: ROBOJAX_TEST_CASES=5000."""
+async def test_no_case_crashes_or_delays_the_decoding_process():
+    """Run the cases in a child process, where a decoder crash is an exit code. ROBOJAX_TEST_CASES sets their number."""
     command = [sys.executable, "-m", "tests.hostile.video_cases", "--cases", str(CASES), "--seed", str(SEED)]
     child = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     out, _ = await child.communicate()
@@ -110,12 +110,12 @@ async def test_no_case_ends_or_holds_up_the_process_that_decodes():
     assert (found["tasks_left"], found["threads_left"]) == (0, 0), found
     assert found["is_seen"], found
     assert found["grown_mb"] < 64, found
-    # CPU time of the loop's thread; a collection of garbage falls into one now and then.
+    # Processor time of the loop's thread; a few turns include a garbage collection.
     assert sum(found["long_turns"].values()) <= 2 + CASES / 200, found
 
 
 BAD_STUN = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
-BAD_REPORT = b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff"  # announces 255 sources and has none
+BAD_REPORT = b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff"  # Announces 255 sources and contains none.
 
 
 @pytest.mark.parametrize(
@@ -136,30 +136,30 @@ async def test_malformed_datagram_ends_no_connection(pair, data, is_encrypted, d
     assert await pair.is_seen(150)
 
 
-async def test_what_strangers_send_before_the_handshake_is_not_kept(browser, peer):
+async def test_datagrams_before_the_handshake_are_not_kept(browser, peer):
     await peer.answer_offer(await offer_of(browser), no_screen())
     protocol = sockets_of(peer)[0]
-    # No more at a time than a socket's buffer holds, however late it is read.
+    # Send at most the content of a socket's buffer at a time, even if it is read late.
     for number in range(1, 7):
         await throw(b"\x80" * 1400, protocol.transport.get_extra_info("sockname")[:2], 50)
         await until(lambda count=50 * number: peer.datagram_filter.dropped["stranger"] == count)
     assert protocol.receiver._queue.qsize() == 0
 
 
-async def test_what_calls_itself_stun_is_not_read_for_longer_than_stun_is(pair, monkeypatch):
+async def test_stun_is_read_only_up_to_its_maximum_length(pair, monkeypatch):
     read = []
     monkeypatch.setattr("aioice.stun.parse_message", lambda data: read.append(data) or 1 / 0)
     attribute = struct.pack("!HHI", 0x24, 4, 1)
     for count in (8000, 200):
         body = attribute * count
         await throw(struct.pack("!HHI12s", 1, len(body), 0x2112A442, b"x" * 12) + body, pair.address)
-    await throw(struct.pack("!HHI12s", 0x101, 0, 0x2112A442, b"x" * 12), pair.address)  # an answer to nothing
+    await throw(struct.pack("!HHI12s", 0x101, 0, 0x2112A442, b"x" * 12), pair.address)  # A response without a request.
     await throw(struct.pack("!HHI12s", 1, 0, 0, b"x" * 12), pair.address)
     assert [len(data) for data in read] == [1620]
     assert pair.server.datagram_filter.dropped == {"size": 1, "stranger": 1, "rate": 0, "sources": 0, "malformed": 2}
 
 
-async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pair):
+async def test_flood_of_one_stranger_is_dropped_and_video_continues(pair):
     head = struct.pack("!HHI12s", 1, 36, 0x2112A442, b"x" * 12)
     wrong = head + struct.pack("!HH8s", 6, 8, b"abcd:efg") + struct.pack("!HH20s", 8, 20, b"y" * 20)
     answered = []
@@ -172,7 +172,7 @@ async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pa
 
 
 class Selector(selectors.SelectSelector):
-    """A selector that does not wait: ``now`` is the time of work and of waits, ``longest`` the work of one turn."""
+    """Selector that does not wait: ``now`` is the total time of work and waits, ``longest`` the longest turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Selector(selectors.SelectSelector):
 
 
 class Wire:
-    """What aiortc has of one peer, down to the queue of its datagrams; ``late`` is how late each of them was read."""
+    """Receiving half of one aiortc peer, down to its datagram queue; ``late`` has the delay of each read."""
 
     def __init__(self, work: Selector, host: str, cost: float):
         self.work, self.cost, self.late = work, cost, list[float]()
@@ -195,7 +195,7 @@ class Wire:
         self._recv = self._queue.get
         self._connection = SimpleNamespace(_queue=self._queue, _nominated={1: SimpleNamespace(remote_addr=(host, 5))})
         self._handle_rtp_data = self._handle_rtcp_data = None
-        # Guarded as that of a real connection is; the DTLS transport above it has nothing else of interest.
+        # Guard it like a real connection; no other part of the DTLS transport is used.
         dtls = SimpleNamespace(getTransceivers=lambda: [], sctp=SimpleNamespace(transport=self))
         self.transport = self
         DatagramFilter().guard_connection(dtls)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ class Wire:
 
 @pytest.fixture
 def run_by_work(monkeypatch):
-    """Runs a coroutine function on a loop whose time is the work that is done on it."""
+    """Return a function that runs a coroutine on a loop whose clock counts only the work of the loop."""
 
     def run(main: Callable[[Selector], Coroutine[Any, Any, None]]) -> None:
         work = Selector()
@@ -238,7 +238,7 @@ def run_by_work(monkeypatch):
 
 
 @pytest.mark.parametrize("cost", [0.0001, 0.001], ids=["packets of video", "packets made to be slow"])
-def test_media_floods_leave_time_to_the_loop_and_to_cameras(run_by_work, cost):
+def test_media_floods_delay_neither_the_loop_nor_other_cameras(run_by_work, cost):
     async def main(work: Selector) -> None:
         floods = [Wire(work, f"10.0.0.{number}", cost) for number in range(4)]
         camera, loop = Wire(work, "10.0.1.1", 0.0001), asyncio.get_running_loop()
@@ -257,13 +257,13 @@ def test_media_floods_leave_time_to_the_loop_and_to_cameras(run_by_work, cost):
 
         async def show() -> None:
             while True:
-                for _ in range(20):  # 600 a second
+                for _ in range(20):  # 600 packets per second.
                     camera.send()
                 await asyncio.sleep(1 / 30)
 
         tick(0.0)
         tasks = [asyncio.create_task(each) for each in (flood(), show(), *(wire.read() for wire in (*floods, camera)))]
-        await asyncio.sleep(0.5)  # what each may have at once is used up
+        await asyncio.sleep(0.5)  # The initial budget of each peer is used up.
         for wire in (*floods, camera):
             wire.late.clear()
         late.clear()
@@ -272,21 +272,20 @@ def test_media_floods_leave_time_to_the_loop_and_to_cameras(run_by_work, cost):
         took = work.now - began
         for task in tasks:
             task.cancel()
-        most = (
-            2 * TURN_SECONDS + 2 * cost + 1e-9
-        )  # what the turn before left, that of this one, and the rounding of sums
-        assert work.longest <= most, "of a turn of the loop, all peers together"
+        # The rest of the previous turn, the budget of this turn, and rounding.
+        most = 2 * TURN_SECONDS + 2 * cost + 1e-9
+        assert work.longest <= most, "seconds in one turn of the loop, for all peers together"
         assert max(late) <= most
         read = [len(wire.late) * cost for wire in floods]
-        assert sum(read) <= (SHARE + 4 * MEDIA_BUDGET[0]) * took, "seconds, of all who flood"
+        assert sum(read) <= (SHARE + 4 * MEDIA_BUDGET[0]) * took, "seconds, for all flooding peers together"
         assert min(read) > 0.05 * took
         assert len(camera.late) >= 0.95 * 600 * took
-        assert max(camera.late) <= 0.015, "twenty packets, a few turns of the loop"
+        assert max(camera.late) <= 0.015, "seconds for twenty packets in a few turns of the loop"
 
     run_by_work(main)
 
 
-def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_work):
+def test_checks_of_all_peers_take_bounded_time_per_turn(run_by_work):
     check = struct.pack("!HHI12s", 1, 0, 0x2112A442, b"x" * 12)
     answered = Counter[int]()
 
@@ -301,7 +300,7 @@ def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_w
             for _ in range(STRANGER_RATE[1]):
                 plain = partial(lambda number, data, address: answer(number), number)
                 intake._receive(ice, SimpleNamespace(transactions={}), plain, check, ("10.0.0.9", 5000))
-        assert answered.total() <= TURN_SECONDS / 0.0005, "as many at once, the others in the next turns"
+        assert answered.total() <= TURN_SECONDS / 0.0005, "the remaining checks are answered in later turns"
         await asyncio.sleep(1.0)
         assert work.longest <= TURN_SECONDS + 0.0005
 
@@ -321,14 +320,14 @@ def with_lines(sdp: str, line: str, count: int) -> str:
         ("a=x:" + "9" * 2100, 1), ("a=ice-ufrag:" + "a" * 300, 1), ("a=fmtp:97 " + "x" * 1900, 40),
     ],
 )  # fmt: skip
-async def test_a_description_that_is_too_large_is_refused_before_it_is_parsed(browser, peer, monkeypatch, line, count):
+async def test_oversized_description_is_refused_before_parsing(browser, peer, monkeypatch, line, count):
     offer = with_lines(await offer_of(browser), line, count)
     monkeypatch.setattr("aiortc.sdp.SessionDescription.parse", lambda sdp: pytest.fail("it was parsed"))
     with pytest.raises(BadSignal, match=r"at most|more than"):
         await peer.answer_offer(offer, no_screen())
 
 
-async def test_of_the_codecs_offered_only_ours_are_looked_at(browser):
+async def test_unsupported_offered_codecs_are_ignored(browser):
     offer = await offer_of(browser)
     others = with_lines("", "a=rtpmap:{0} VP9/90000\r\na=rtcp-fb:{0} nack", 40)
     thinned = peers.keep_known_codecs(offer + others)
@@ -338,7 +337,7 @@ async def test_of_the_codecs_offered_only_ours_are_looked_at(browser):
 
 
 @pytest.mark.parametrize("missing", ["a=sendonly", "a=rtcp-mux", "a=ice-pwd", "a=rtpmap"])
-async def test_an_offer_that_lacks_something_is_refused_and_ends_no_session(receiver, browser, missing):
+async def test_incomplete_offer_is_refused_and_ends_no_session(receiver, browser, missing):
     lines = (await offer_of(browser)).splitlines()
     receiver.on_message(offer_signal("\r\n".join(line for line in lines if not line.startswith(missing)) + "\r\n"), 0.0)
     await until(lambda: receiver.health()["refused_offers"] == 1)
@@ -346,7 +345,7 @@ async def test_an_offer_that_lacks_something_is_refused_and_ends_no_session(rece
     await until(lambda: receiver.signals.sent)
 
 
-async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(browser, peer):
+async def test_number_of_tried_candidates_is_limited_on_each_way(browser, peer):
     plain = "a=candidate:{0} 1 udp 5 10.0.0.{0} 50000 typ host"
     offer = with_lines(await offer_of(browser), plain, 100).replace("a=end-of-candidates\r\n", "")
     await peer.answer_offer(offer, no_screen())
@@ -358,7 +357,7 @@ async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(br
     assert len(transport.transport._connection._remote_candidates) == MAX_CANDIDATES
 
 
-async def test_a_data_channel_never_opens(browser, peer):
+async def test_data_channel_never_opens(browser, peer):
     opened: list[Any] = []
     channel = browser.createDataChannel("shell")
     channel.on("open", lambda: opened.append(channel))
@@ -372,7 +371,7 @@ async def test_a_data_channel_never_opens(browser, peer):
     assert all(transport._data_receiver is None for transport in ice.transports_of(peer._pc))
 
 
-async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser, peer):
+async def test_sockets_of_a_data_channel_are_guarded(browser, peer):
     browser.createDataChannel("shell")
     await browser.setLocalDescription()
     await peer.answer_offer(browser.localDescription.sdp.replace("a=end-of-candidates\r\n", ""), no_screen())
@@ -381,13 +380,13 @@ async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser, 
     assert peer.datagram_filter.dropped["size"] == 1
     before = len(protocol.receiver._remote_candidates)
     named = SimpleNamespace(host="x.local", port=50_000, component=1, transport="udp", type="host")
-    protocol.receiver._add_remote_candidate(named, "169.254.169.254")  # as somebody resolved its name
+    protocol.receiver._add_remote_candidate(named, "169.254.169.254")  # As if the name had been resolved.
     assert len(protocol.receiver._remote_candidates) == before
 
 
-async def test_a_second_handshake_is_refused(monkeypatch):
+async def test_second_handshake_is_refused(monkeypatch):
     plain, made = peers.forbid_renegotiation, []
-    # The first peer of the pair, which is the hostile one, keeps the right to ask for it.
+    # The hostile first peer of the pair keeps the right to request another handshake.
     monkeypatch.setattr(
         peers, "forbid_renegotiation", lambda each: made.append(each) or (len(made) > 1 and plain(each))
     )
@@ -411,7 +410,7 @@ async def test_a_second_handshake_is_refused(monkeypatch):
     await pair.close()
 
 
-async def test_sources_without_end_are_not_remembered(pair):
+async def test_endless_sources_are_not_remembered(pair):
     kind = pair.kind("VP8")
     for number in range(200):
         (packet,) = packets(kind, [b"\x10abc"], number, number, 10_000 + number)
@@ -424,8 +423,8 @@ async def test_sources_without_end_are_not_remembered(pair):
     assert pair.server.state == "connected"
 
 
-async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
-    """aiortc joins its decoder's thread on the event loop, behind all that waits."""
+async def test_goodbye_does_not_wait_for_queued_pictures(pair):
+    """aiortc joins its decoder thread on the event loop, after all queued pictures."""
     receiver, began, may_go_on = pair.server._pc.getReceivers()[0], threading.Event(), threading.Event()
     decoder: DecoderThread = receiver._RTCRtpReceiver__decoder_queue
 
@@ -446,7 +445,7 @@ async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
 
 
 def idle_decoder(clock: Callable[[], float], want: Callable[[], object] = lambda: None) -> DecoderThread:
-    """A decoder whose thread never begins."""
+    """Return a decoder whose thread never starts."""
     receiver: Any = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
     return DecoderThread(receiver, lambda frame: None, lambda: None, want, clock=clock)
 
@@ -460,7 +459,7 @@ async def test_surplus_pictures_are_dropped_and_a_keyframe_is_requested():
     assert decoder.qsize() <= DECODE_RATE[1]
     assert decoder.overrun + decoder.qsize() == 500
     assert requests
-    for _ in range(300):  # at a rate that is allowed, while the decoder stands still
+    for _ in range(300):  # At an allowed rate, while the decoder does not run.
         now += 1 / DECODE_RATE[0]
         decoder.put((vp8, key))  # type: ignore[arg-type]
         assert decoder.qsize() <= MAX_PENDING
@@ -496,13 +495,13 @@ async def test_stream_continues_at_a_keyframe_after_a_dropped_picture():
         ("opus", b"abc"),
     ],
 )
-async def test_what_a_decoder_would_make_room_for_first_is_never_given_to_it(name, data):
+async def test_picture_with_a_huge_claimed_size_is_not_decoded(name, data):
     decoder = idle_decoder(time.monotonic)
     decoder.put((SimpleNamespace(name=name), JitterFrame(data, 0)))  # type: ignore[arg-type]
     assert (decoder.oversize, decoder.qsize()) == (1, 0)
 
 
-def test_a_jump_in_the_numbers_is_not_counted_through(monkeypatch):
+def test_jump_in_sequence_numbers_takes_bounded_time(monkeypatch):
     steps = []
     plain = aiortc.utils.uint16_add
     monkeypatch.setattr(aiortc.rtcrtpreceiver, "uint16_add", lambda a, b: steps.append(a) or plain(a, b))
@@ -520,7 +519,7 @@ def test_a_jump_in_the_numbers_is_not_counted_through(monkeypatch):
     assert 29_990 not in nacks.missing
 
 
-async def test_a_viewer_has_packets_sent_again_once_each_and_not_without_end():
+async def test_retransmissions_are_once_per_packet_and_limited():
     asked: list[int] = []
 
     async def retransmit(packet: RtcpRtpfbPacket) -> None:
@@ -536,7 +535,7 @@ async def test_a_viewer_has_packets_sent_again_once_each_and_not_without_end():
 
 
 class Signals:
-    """The server's API and connection, of which only signals are seen."""
+    """Stand-in for the server's API and connection that records signals only."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -552,7 +551,7 @@ class Signals:
         return self.presence
 
     def send(self, message: Any) -> None:
-        """The start of a stream."""
+        """Accept the start of a stream."""
 
     def rejoin(self, reason: str) -> None:
         self.rejoined.append(reason)
@@ -575,7 +574,7 @@ def offer_signal(sdp: str) -> WebrtcOffer:
     return WebrtcOffer({"type": "offer", "sdp": sdp}, "p")
 
 
-async def test_of_a_thousand_offers_a_few_are_answered_and_the_newest_is(receiver, browser):
+async def test_few_of_a_thousand_offers_and_the_newest_are_answered(receiver, browser):
     offer = await offer_of(browser)
     for number in range(1000):
         receiver.on_message(offer_signal(offer.replace("s=-", f"s={number}")), 0.0)
@@ -600,12 +599,12 @@ async def test_incomplete_peer_is_closed_despite_continuous_signals(receiver, br
     opened = sockets_of(peer)
     assert opened
 
-    async def pester() -> None:
+    async def send_signals() -> None:
         while True:
             receiver.on_message(WebrtcIce({"candidate": "candidate:x"}, from_producer="p"), 0.0)
             await asyncio.sleep(0.01)
 
-    pestering = asyncio.create_task(pester())
+    pestering = asyncio.create_task(send_signals())
     await until(lambda: receiver._peer is None, within=QUICK.connect + 10)
     pestering.cancel()
     await until(lambda: peer.state == "closed")
@@ -613,7 +612,7 @@ async def test_incomplete_peer_is_closed_despite_continuous_signals(receiver, br
     await until(lambda: any("not connected within" in reason for reason in receiver.signals.rejoined))
 
 
-async def test_signals_that_are_larger_than_any_are_not_queued(receiver):
+async def test_oversized_signals_are_not_queued(receiver):
     receiver.on_message(offer_signal("x" * (MAX_SDP + 1)), 0.0)
     receiver.on_message(WebrtcIce({"candidate": "x" * 600}, from_producer="p"), 0.0)
     receiver.on_message(WebrtcIce({"candidate": "x", "more": ["y" * 10_000]}, from_producer="p"), 0.0)
@@ -623,7 +622,7 @@ async def test_signals_that_are_larger_than_any_are_not_queued(receiver):
     assert (health["refused_offers"], health["signals_dropped"]) == (1, 1)
 
 
-async def test_a_camera_is_sent_to_a_bounded_number_of_viewers(monkeypatch):
+async def test_number_of_viewers_of_a_camera_is_limited(monkeypatch):
     async def offer(self: PeerConnection, track: CameraTrack) -> str:
         return "v=0"
 

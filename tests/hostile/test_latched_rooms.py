@@ -1,4 +1,4 @@
-"""Nobody but its session moves a session's robot, and while it is stopped nobody does: strangers in its rooms."""
+"""Only its session moves a robot, and a stopped session does not move it: strangers in its rooms are refused."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from tests.testing.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 EVIL = [{"name": "Rotation", "value": 340.0}]
-NEAR = [{"name": "Rotation", "value": 90.0}]  # in range: only who sends it is wrong
+NEAR = [{"name": "Rotation", "value": 90.0}]  # In range: only the sender is wrong.
 ROOMS = "/robotics/workspaces/w/rooms"
 OUTPUT, INPUT = f"{ROOMS}/arm-joint-output", f"{ROOMS}/arm-joint-input"
 ROBOT_ROOMS = Rooms("w", {}, "arm-joint-input", "arm-joint-output")
@@ -31,7 +31,7 @@ QUICK = TransportTimeouts(retry_first=0.02, retry_longest=0.05, heartbeat=0.5, g
 
 @dataclass
 class Scene(rig.Server):
-    """A server, a robot in the rooms of its session ``arm``, and a stranger."""
+    """Server, a robot in the rooms of its session ``arm``, and a stranger."""
 
     got: list[dict[str, float]] = field(default_factory=list)
     stops: list[EmergencyStop] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Scene(rig.Server):
             await self.call("DELETE", "/sessions/arm")
 
     async def settle(self) -> None:
-        """What was under way has come: the robot hears its own stop after it."""
+        """Wait for commands under way: the robot receives its own stop after them."""
         async with self.http.ws_connect(self.url + OUTPUT + "/ws") as there:
             await there.send_json({"participant_id": "witness", "role": "consumer"})
             await there.send_json({"type": "heartbeat"})
@@ -97,7 +97,7 @@ class Scene(rig.Server):
 async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port: int = 0) -> AsyncIterator[Scene]:
     state = "off" if tmp_path is None else str(tmp_path)
     async with rig.started(Scene, transport=rig.REAL, state=state, port=port) as made:
-        if keeps_rooms:  # they were there before the session, and stay when it goes
+        if keeps_rooms:  # Rooms that exist before and after the session.
             for room in ("arm-joint-output", "arm-joint-input"):
                 await made.call("POST", ROOMS, {"room_id": room})
         yield made
@@ -113,8 +113,8 @@ async def moving() -> AsyncIterator[Scene]:
 
 
 async def over_rest(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
-    status, told = await scene.call("POST", f"{prefix}{OUTPUT}/command", {"joints": joints})
-    assert (status, told["code"]) == (409, "robot_taken") or told["code"] == "latched", told
+    status, reply = await scene.call("POST", f"{prefix}{OUTPUT}/command", {"joints": joints})
+    assert (status, reply["code"]) == (409, "robot_taken") or reply["code"] == "latched", reply
 
 
 async def over_a_socket(scene: Scene, prefix: str, joints: list[dict[str, Any]], role: str, kind: str) -> None:
@@ -130,15 +130,15 @@ async def over_a_socket(scene: Scene, prefix: str, joints: list[dict[str, Any]],
 
 
 async def by_deleting(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
-    status, told = await scene.call("DELETE", prefix + OUTPUT)
-    assert (status, told["code"]) in ((409, "robot_taken"), (409, "latched")), told
+    status, reply = await scene.call("DELETE", prefix + OUTPUT)
+    assert (status, reply["code"]) in ((409, "robot_taken"), (409, "latched")), reply
     await scene.call("POST", prefix + ROOMS, {"room_id": "arm-joint-output"})
     await over_a_socket(scene, prefix, joints, "producer", "joint_update")
     await over_rest(scene, prefix, joints)
 
 
 async def by_a_false_pose(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
-    """The robot is said to be elsewhere, and then told to hold there."""
+    """Report a false pose of the robot, then request a hold at that pose."""
     joints = [joint | {"value": min(joint["value"], 77.0)} for joint in joints]
     await scene.call("POST", f"{prefix}{INPUT}/command", {"joints": joints})
     async with scene.http.ws_connect(scene.url + prefix + INPUT + "/ws") as there:
@@ -158,7 +158,7 @@ WAYS: tuple[Callable[..., Any], ...] = (
 
 
 @pytest.mark.parametrize("stage", ["ready", "running", "stopped", "latched", "deleted"])
-async def test_no_stranger_moves_the_robot_of_a_session(stage: str) -> None:
+async def test_stranger_cannot_move_the_robot_of_a_session(stage: str) -> None:
     async with scene() as made:
         await made.create()
         async with made.with_robot():
@@ -167,7 +167,7 @@ async def test_no_stranger_moves_the_robot_of_a_session(stage: str) -> None:
                 for joints in (EVIL, NEAR):
                     for way in WAYS:
                         await way(made, prefix, joints)
-            await by_a_false_pose(made, "", NEAR)  # last, as it stops the session
+            await by_a_false_pose(made, "", NEAR)  # Last, because it stops the session.
             await made.settle()
             assert [one for one in made.got if not one.items() <= POSE.items()] == []
             if stage != "deleted":
@@ -175,8 +175,8 @@ async def test_no_stranger_moves_the_robot_of_a_session(stage: str) -> None:
                 assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may stop, at any time"
 
 
-async def test_room_passes_the_session_and_nothing_out_of_range(moving: Scene) -> None:
-    for value in (340.0, -100.5):  # as if the guard had failed
+async def test_room_passes_only_commands_of_its_session_in_range(moving: Scene) -> None:
+    for value in (340.0, -100.5):  # As if the action guard had failed.
         assert moving.link.send([JointValue("Rotation", value), JointValue("Jaw", 9.0)])
     assert moving.link.send([JointValue("Tail", 0.0)])
     assert moving.link.send([JointValue("Rotation", 12.0)])
@@ -205,8 +205,8 @@ async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) ->
         await made.ask("/debug/emergency_stop")
         port = int(made.url.rsplit(":", 1)[1])
     async with scene(tmp_path, port=port) as made:
-        _, told = await made.call("GET", "/sessions/arm")
-        assert told["status"] == "interrupted"
+        _, reply = await made.call("GET", "/sessions/arm")
+        assert reply["status"] == "interrupted"
         await over_rest(made, "", NEAR)
         await over_a_socket(made, "/api", NEAR, "producer", "joint_update")
         async with made.http.ws_connect(made.url + OUTPUT + "/ws") as there:
@@ -219,13 +219,13 @@ async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) ->
         assert made.link._output.participant_id, "the session itself gets in"
 
 
-async def test_rooms_without_a_session_keep_the_rules_of_the_wire() -> None:
+async def test_rooms_without_a_session_keep_the_wire_rules() -> None:
     async with scene() as made:
         path = f"{ROOMS}/mine"
         await made.call("POST", ROOMS, {"room_id": "mine"})
         for room in (path, OUTPUT):
-            status, told = await made.call("POST", f"{room}/command", {"joints": EVIL})
-            assert (status, told["joints_updated"]) == (200, 1)
+            status, reply = await made.call("POST", f"{room}/command", {"joints": EVIL})
+            assert (status, reply["joints_updated"]) == (200, 1)
         async with made.http.ws_connect(made.url + OUTPUT + "/ws") as there:
             await there.send_json({"participant_id": "mine", "role": "producer"})
             assert (await there.receive_json(timeout=30))["type"] == "joined"
@@ -240,7 +240,7 @@ async def test_robot_refuses_commands_until_its_server_clears_the_latch(moving: 
     await moving.ask("/sessions/arm/emergency_stop")
     await until(lambda: robot.latch)
     assert moving.stops, "the robot is notified of a stop over HTTP"
-    # As from a server that lets every client command.
+    # A server that lets each client command would pass this on.
     robot._take_command({"Rotation": 90.0}, 0.0)
     robot._take_command({"Rotation": POSE["Rotation"]}, 0.0)
     assert robot.refused == 1
@@ -273,14 +273,14 @@ async def test_robot_that_joins_during_a_latch_is_latched() -> None:
             await until(lambda: robot._is_confirmed)
 
 
-async def test_a_stop_that_the_session_did_not_hear_is_told_to_its_server(monkeypatch) -> None:
+async def test_stop_missed_by_the_session_reaches_its_server(monkeypatch) -> None:
     monkeypatch.setattr("service.transport.client.robot.STOP_REPORT_DELAY", 0.1)
     async with scene() as made:
         await made.create()
         async with made.with_robot() as robot:
-            robot._latch_stop("heard by the robot alone")
+            robot._latch_stop("pressed at the robot")
             await until(lambda: made.app.ctx.sessions.get("arm").is_latched)
-            assert made.app.ctx.sessions.get("arm").latch == "heard by the robot alone"
+            assert made.app.ctx.sessions.get("arm").latch == "pressed at the robot"
             assert robot.latch
 
 
@@ -300,7 +300,7 @@ async def test_session_keeps_and_returns_its_room_on_a_rooms_server() -> None:
         assert await command() == 409
         await made.ask("/sessions/arm/emergency_stop")
         output = made.link._output
-        output._membership._transport.abort()  # the session is away for a moment
+        output._membership._transport.abort()  # The session disconnects briefly.
         async with http.ws_connect(f"{rooms}{OUTPUT}/ws") as there:
             await there.send_json({"participant_id": "stranger", "role": "producer"})
             assert (await there.receive_json(timeout=30))["message"].startswith("Cannot join room")

@@ -1,6 +1,6 @@
 """``python -m tests.hostile.video_cases --cases 5000 --seed 7``: cases of a hostile camera for a `PeerConnection`.
 
-Half are mutated packets of an encoder. The result is one line of JSON.
+Half of the cases are mutated packets of an encoder. The result is one line of JSON.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def memory() -> float:
 
 
 def picture(shade: int, height: int = 48, width: int = 64) -> av.VideoFrame:
-    """One colour, with a line in it."""
+    """Return a picture of one shade with a line in it."""
     image = np.full((height, width, 3), shade, np.uint8)
     image[shade % height] = 255 - shade
     frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
@@ -53,7 +53,7 @@ def picture(shade: int, height: int = 48, width: int = 64) -> av.VideoFrame:
 
 
 class Pair:
-    """A camera of ours with its connection, and the server's side of it."""
+    """A robojax camera connected to the server's side of the connection."""
 
     def __init__(self) -> None:
         self.shown: list[np.ndarray] = []
@@ -62,7 +62,7 @@ class Pair:
 
     async def connect(self) -> "Pair":
         offer = await self.hostile.create_offer(CameraTrack(VideoCamera(25)))
-        # All that we decode is offered, as browsers do; a camera of robojax offers VP8 alone.
+        # Offer all codecs that the server decodes, as browsers do; a camera of robojax offers VP8 alone.
         offer = offer.replace("RTP/SAVPF 97 98", "RTP/SAVPF 97 98 99").rstrip() + "\r\n" + H264
         await self.hostile.accept_answer(await self.server.answer_offer(offer, self.screen))
         await until(lambda: self.hostile.connected_at and self.server.connected_at and self.codecs)
@@ -94,7 +94,7 @@ class Pair:
         return nominated.protocol.transport.get_extra_info("sockname")[:2]
 
     async def send(self, packet: bytes) -> None:
-        """Encrypted as by a peer that knows the keys; what libsrtp would not encrypt is as if it had been."""
+        """Encrypt a packet with the right keys and send it; a packet that libsrtp refuses is handed over directly."""
         try:
             await self.transport._send_rtp(packet)
         except (pylibsrtp.Error, ValueError, ConnectionError):
@@ -103,7 +103,7 @@ class Pair:
             await asyncio.create_task(handle(packet, *(() if is_rtcp else (0,))))
 
     async def is_seen(self, shade: int) -> bool:
-        """Whether a good picture of a camera that begins anew is shown."""
+        """Return whether the server shows a valid picture after the camera restarts."""
         self.shown.clear()
         number, kind = random.randrange(65536), self.kind("VP8")
         for turn in range(100):
@@ -126,7 +126,7 @@ def packets(kind: int, payloads: list[bytes], number: int, stamp: int, ssrc: int
 
 
 class Generator:
-    """Cases from a seed: ``(name, what is sent)``."""
+    """Source of cases from a seed: ``(name, bytes to send)``."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -140,7 +140,7 @@ class Generator:
         self.streams["H264"].append(H264Encoder().encode(picture(10, 1080, 1920), True)[0])
 
     def mutated(self, data: bytes) -> bytes:
-        """The same with something else in it, cut, or doubled."""
+        """Return the data changed, cut or doubled."""
         chance, made = self.random, bytearray(data)
         for _ in range(chance.randrange(1, 4)):
             at = chance.randrange(len(made) + 1)
@@ -165,7 +165,7 @@ class Generator:
         return self.random.choice(("VP8", "H264"))
 
     def stream(self, kinds: dict[str, int]) -> list[bytes]:
-        """A picture of an encoder: packets or payloads broken, left out, in another order or of another codec."""
+        """Return an encoded picture with packets or payloads broken, missing, reordered or of another codec."""
         chance, name = self.random, self.codec()
         payloads = list(chance.choice(self.streams[name]))
         if chance.random() < 0.5:
@@ -183,7 +183,7 @@ class Generator:
         return made[:40]
 
     def built(self, kinds: dict[str, int]) -> list[bytes]:
-        """A picture that no encoder makes: any size, fragments without end, aggregates in aggregates."""
+        """Return a picture that no encoder makes: any size, endless fragments, nested aggregates."""
         chance = self.random
         side = lambda: chance.choice(SIZES)  # noqa: E731
         tail = chance.randbytes(chance.randrange(1200))
@@ -195,12 +195,12 @@ class Generator:
         else:
             kind = kinds["H264"]
             match chance.randrange(4):
-                case 0:  # fragments, of which perhaps none is the first or the last
+                case 0:  # Fragments, possibly without a first or a last one.
                     payloads = [bytes([0x7C, chance.choice((0x85, 5, 5, 0x45, 0x87))]) + tail for _ in range(12)]
                 case 1:
                     inner = b"\x78" + struct.pack("!H", len(tail)) + tail
                     payloads = [b"\x78" + struct.pack("!H", chance.choice((len(inner), 65535, 0))) + inner]
-                case 2:  # a description of any size, then a slice
+                case 2:  # A description of any size, then a slice.
                     description = b"\x67" + bytes(chance.choice((66, 77, 100, 244))) + self.golomb(12)
                     payloads = [b"\0\0\1" * chance.choice((0, 1, 300)) + description, b"\x65" + tail]
                 case _:
@@ -215,7 +215,7 @@ class Generator:
         return int(bits.ljust(-(-len(bits) // 8) * 8, "1"), 2).to_bytes(-(-len(bits) // 8), "big")
 
     def rtp(self, kinds: dict[str, int]) -> list[bytes]:
-        """Heads that lie: about extensions, padding, sources, payload types."""
+        """Return RTP packets with false headers: extensions, padding, sources, payload types."""
         chance = self.random
         head = struct.pack(
             "!BBHII",
@@ -226,7 +226,7 @@ class Generator:
         return [head + extension + chance.randbytes(chance.randrange(300))]
 
     def rtcp(self, kinds: dict[str, int]) -> list[bytes]:
-        """Reports: of every type, with counts, lengths and contents from anywhere. A goodbye may end a stream."""
+        """Return reports of each type with random counts, lengths and contents. A goodbye may end a stream."""
         chance = self.random
         made = b""
         for _ in range(chance.randrange(1, 5)):
@@ -238,7 +238,7 @@ class Generator:
         return [made]
 
     def stun(self) -> bytes:
-        """A message that calls itself STUN, of any length, with attributes of any length."""
+        """Return a STUN message of any length, with attributes of any length."""
         chance, body = self.random, b""
         for _ in range(chance.choice((0, 1, 3, 10, 200))):
             value = chance.randbytes(chance.choice((0, 1, 3, 4, 8, 20)))
@@ -253,7 +253,7 @@ class Generator:
         return struct.pack("!HHI", kind, length, chance.choice((COOKIE, COOKIE, 0))) + chance.randbytes(12) + body
 
     def dtls(self) -> bytes:
-        """Records and handshake messages, some without end."""
+        """Return DTLS records and handshake messages, some without end."""
         chance = self.random
         length = chance.choice((0, 10, 1 << 20, (1 << 24) - 1))
         message = bytes([chance.randrange(25)]) + length.to_bytes(3, "big") + chance.randbytes(chance.randrange(200))
@@ -268,7 +268,7 @@ class Generator:
         return chance.choice((b"", b"\x80\x60", b"\x80\xc8", b"\x16\xfe\xfd"))[:size] + chance.randbytes(size)
 
     def description(self, sdp: str) -> str:
-        """A description with lines broken, doubled, missing, or many times in it."""
+        """Return a description with broken, doubled, missing or repeated lines."""
         chance, lines = self.random, sdp.splitlines()
         for _ in range(chance.randrange(1, 6)):
             at = chance.randrange(len(lines))
@@ -301,7 +301,7 @@ class Generator:
 
 
 class Turns:
-    """CPU time of this thread in each turn of its loop's callbacks: not what other processes take meanwhile."""
+    """Processor time of this thread in each turn of its loop, without the time of other processes."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -313,7 +313,7 @@ class Turns:
     def __enter__(self) -> "Turns":
         def run(handle: asyncio.Handle) -> None:
             if getattr(handle._callback, "__self__", None) is self._ours:  # type: ignore[attr-defined]
-                self._run(handle)  # the attacker's own work
+                self._run(handle)  # The attacker's own work does not count.
                 return
             began = time.thread_time()
             self._run(handle)
@@ -366,8 +366,8 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
                     await peer.close()
                 case _:
                     pair.server.add_candidates([generator.candidate()])
-            await asyncio.sleep(0.001)  # turns of the loop, in which it is received
-            # A peer may end its own connection, and gets another, as by a new offer; so does one that is used up.
+            await asyncio.sleep(0.001)  # Let the loop receive it.
+            # Replace a connection that ended itself or served its share of cases, as after a new offer.
             if pair.server.state != "connected" or number % 500 == 499:
                 seen = seen and (pair.server.state != "connected" or await pair.is_seen(200))
                 counts.update(pair.screen.get_counts())

@@ -1,3 +1,3 @@
-"""What the reference implementations compute, or once recorded; models are compiled as in their other tests."""
+"""Fixtures of models for comparisons with live or recorded reference implementations."""
 
 from tests.testing.models import *  # noqa: F403 - fixtures

@@ -1,4 +1,4 @@
-"""ACT against outputs of LeRobot 0.4.4 (tests/golden/lerobot_act/README.md)."""
+"""ACT compared with outputs of LeRobot 0.4.4 (tests/golden/lerobot_act/README.md)."""
 
 from pathlib import Path
 
@@ -19,7 +19,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 assert len(NAMES) == 5
 pytestmark = pytest.mark.fully_compiled
-TOLERANCE = 1e-5  # of the largest magnitude; float32 in another order of summation gives about 2e-6
+# Share of the largest magnitude; another order of float32 summation gives about 2e-6.
+TOLERANCE = 1e-5
 
 
 def steps(name: str):
@@ -32,15 +33,15 @@ def steps(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
+def test_chunks_equal_lerobot(name: str, golden_folder) -> None:
     policy = jaxmodels.load_policy(golden_folder(name))
     for observation, wanted in steps(name):
         assert relative_error(policy.act(observation), wanted["chunk"]) < TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compilation")  # the program that users run is the one above
+@pytest.mark.usefixtures("quick_compilation")  # The test above compiles like users do.
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_folder) -> None:
+def test_trained_module_gives_normalised_chunks_of_lerobot(name: str, golden_folder) -> None:
     checkpoint = lerobot_folder.read_checkpoint(golden_folder(name))
     config, inputs = checkpoint.config, checkpoint.normalization.inputs
     scales = Scales(
@@ -66,12 +67,12 @@ def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_f
         assert relative_error(np.asarray(act(weights, seen)), wanted["chunk_normalized"]) < TOLERANCE
 
 
-def test_ensembled_actions_are_those_of_lerobot_over_many_steps(golden_folder) -> None:
+def test_ensembled_actions_equal_lerobot_over_many_steps(golden_folder) -> None:
     policy = jaxmodels.load_policy(golden_folder("act_temporal_ensemble"))
     needs = policy.requirements
     ensembler = jaxmodels.TemporalEnsembler(needs.temporal_ensemble_coeff, needs.chunk)
     recorded = list(steps("act_temporal_ensemble"))
-    assert len(recorded) > needs.chunk  # long enough that every weight of the mean is used
+    assert len(recorded) > needs.chunk  # Long enough to use each weight of the mean.
     for observation, wanted in recorded:
         assert relative_error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE
     ensembler.reset()

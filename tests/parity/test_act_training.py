@@ -1,4 +1,4 @@
-"""ACT's training against that of LeRobot 0.4.4 (tests/golden/lerobot_act_training/README.md)."""
+"""ACT's training compared with LeRobot 0.4.4 (tests/golden/lerobot_act_training/README.md)."""
 
 import json
 from dataclasses import dataclass, replace
@@ -28,20 +28,20 @@ SCRIPT = GOLDEN.parents[2] / "tools" / "golden" / "lerobot_act_training.py"
 SLOW = pytest.mark.timeout(900)
 CASES = ("no_vae", "vae", pytest.param("camera_and_vae", marks=SLOW))
 RUNS = ("preset", "fast")
-PARTS = ("l1", "kl")  # of the loss
-TOLERANCE = 1e-4  # of the largest magnitude; float32 in another order of summation gives about 1e-6
-MOVED = 1e-2  # of the way that a weight went; what Adam makes of rounding where a gradient is small
-# Compared steps with the ResNet: LeRobot itself departs after some steps when the last bit of a weight differs.
+PARTS = ("l1", "kl")  # Parts of the loss.
+TOLERANCE = 1e-4  # Share of the largest magnitude; another order of float32 summation gives about 1e-6.
+MOVED = 1e-2  # Share of a weight's total change; Adam amplifies rounding errors of small gradients.
+# Compared steps with the ResNet: LeRobot's own runs diverge after some steps if the last bit of a weight differs.
 CAMERA_STEPS = {"preset": 10, "fast": 8}
-ROUNDING = 1e-5  # of a weight, in a hundred additions in float32
-ENTRIES = 64  # of a large tensor that are recorded, see the README
-# Optimizing these programs costs more than it saves in a hundred runs.
+ROUNDING = 1e-5  # Share of a weight, after a hundred float32 additions.
+ENTRIES = 64  # Recorded entries of a large tensor, see the README.
+# Optimizing these programs takes longer than it saves in a hundred runs.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What came of a training, weights by lerobot's names."""
+    """Results of a training; weights have lerobot's names."""
 
     loss: np.ndarray
     parts: dict[str, np.ndarray]
@@ -50,7 +50,7 @@ class Steps:
 
 
 class Training:
-    """A recorded training of lerobot, and our model with the weights, batches and noise that it had."""
+    """A recorded training of lerobot, and our model with the same weights, batches and noise."""
 
     def __init__(self, folder: Path):
         self.config = ActConfig.from_json(json.loads((folder / "config.json").read_text()))
@@ -78,13 +78,13 @@ class Training:
 
     @cached_property
     def slope(self) -> Any:
-        """Loss, parts and gradient at some parameters for a batch; compiled once."""
+        """Loss, parts and gradient for given parameters and a batch; compiled once."""
         fixed = {name: jnp.asarray(x) for name, x in self.start.items() if name not in self.plan.learned}
 
         def loss(parameters: Any, batch: Any, noise: Any) -> Any:
             frames = (batch["frames"].astype(jnp.float32) / 127.5 - 1,) if "frames" in batch else ()
             seen = Observation(frames, batch["state"], batch.get("environment_state"))
-            rngs = nnx.Rngs(0)  # training; nothing is drawn: there is no dropout, and the noise is lerobot's
+            rngs = nnx.Rngs(0)  # Unused: there is no dropout, and the noise is lerobot's.
             model = self.plan.assemble({**fixed, **parameters})
             noise = noise if self.config.use_vae else None
             return model.loss(seen, batch["actions"], batch["is_pad"], rngs, noise=noise)
@@ -95,7 +95,7 @@ class Training:
         return {name: array[number % len(array)] for name, array in self.batches.items()}
 
     def train(self, run: str, steps: int) -> Steps:
-        """The first steps of `robojax train`, with LeRobot's preset but these rates."""
+        """Run the first steps of `robojax train` with LeRobot's preset and these rates."""
         rate, backbone_rate = self.optimizer["rates"][run]
         policy = replace(self.config, optimizer_lr=rate, optimizer_lr_backbone=backbone_rate)
         count = len(self.noise)
@@ -110,7 +110,7 @@ class Training:
         memory = rule.init(parameters)
         for number in range(steps):
             value, gradient = self.slope(parameters, self.batch(number), self.noise[number])
-            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer's power
+            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power.
                 parameters, memory, norm = update(gradient, memory, parameters)
             seen.append((*value, norm))
         losses, parts, norms = zip(*jax.device_get(seen), strict=True)
@@ -125,7 +125,7 @@ def golden(request: pytest.FixtureRequest) -> Training:
 
 @pytest.fixture(scope="module")
 def lerobots_own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recorded now, with other weights and batches than the golden ones."""
+    """Record a training now, with other weights and batches than the golden training."""
     if LEROBOT is None:
         pytest.skip(WITHOUT)
     folder = tmp_path_factory.mktemp("lerobot")
@@ -133,17 +133,17 @@ def lerobots_own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recorded_part(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """What of a tensor was recorded."""
-    if found.shape == wanted.shape:
+def recorded_part(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return the recorded part of a tensor."""
+    if found.shape == expected.shape:
         return found
     return found.reshape(-1)[np.linspace(0, found.size - 1, ENTRIES).astype(int)]
 
 
 def effective(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Return a tensor without the numbers that no action depends on, whose gradient is rounding alone.
+    """Return a tensor without the numbers that do not affect actions, whose gradient consists of rounding errors.
 
-    They are biases of keys, and queries and keys of the decoder's first self-attention, which mixes equal values.
+    These are biases of keys, and queries and keys of the decoder's first self-attention, which mixes equal values.
     """
     if not name.endswith(("in_proj_weight", "in_proj_bias")):
         return tensor
@@ -156,29 +156,29 @@ def effective(name: str, tensor: np.ndarray) -> np.ndarray:
 def check_first_step(training: Training) -> None:
     (value, parts), gradient = training.slope(training.parameters(), training.batch(0), training.noise[0])
     ours, theirs = training.by_their_names(gradient), training.recorded("gradient")
-    assert set(ours) == set(theirs), "the trained weights are those whose gradient lerobot asks for"
+    assert set(ours) == set(theirs), "the trained weights must be the weights with a gradient in lerobot"
     assert float(value) == pytest.approx(training.found["preset.loss"][0], rel=TOLERANCE)
-    for name, wanted in zip(PARTS, training.found["preset.parts"][0], strict=True):
-        assert float(parts.get(name, 0.0)) == pytest.approx(wanted, rel=TOLERANCE)
+    for name, expected in zip(PARTS, training.found["preset.parts"][0], strict=True):
+        assert float(parts.get(name, 0.0)) == pytest.approx(expected, rel=TOLERANCE)
     scale = max(np.abs(array).max() for array in theirs.values())
-    for name, wanted in theirs.items():
-        found, wanted = (effective(name, array) for array in (recorded_part(ours[name], wanted), wanted))
-        # A gradient that is nothing but rounding has no scale of its own.
-        error = np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-6 * scale)
+    for name, expected in theirs.items():
+        found, expected = (effective(name, array) for array in (recorded_part(ours[name], expected), expected))
+        # A gradient that consists of rounding errors has no scale of its own.
+        error = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-6 * scale)
         assert error < TOLERANCE, (name, error)
-    for name, wanted in training.recorded("gradient_norm").items():
-        assert np.linalg.norm(ours[name]) == pytest.approx(wanted, rel=TOLERANCE), name
+    for name, expected in training.recorded("gradient_norm").items():
+        assert np.linalg.norm(ours[name]) == pytest.approx(expected, rel=TOLERANCE), name
 
 
 def check_steps(training: Training, run: str) -> None:
-    wanted, count = training.recorded(run), len(training.noise)
-    assert wanted["loss"][-5:].mean() < wanted["loss"][:5].mean(), "it learned something"
+    expected, count = training.recorded(run), len(training.noise)
+    assert expected["loss"][-5:].mean() < expected["loss"][:5].mean(), "the loss must fall"
     count = CAMERA_STEPS[run] if training.config.cameras else count
     found = training.train(run, count)
     assert len(found.loss) == count
-    np.testing.assert_allclose(found.loss, wanted["loss"][:count], rtol=TOLERANCE)
-    np.testing.assert_allclose(found.gradient_norm, wanted["gradient_norm"][:count], rtol=TOLERANCE)
-    for name, column in zip(PARTS, wanted["parts"].T, strict=True):
+    np.testing.assert_allclose(found.loss, expected["loss"][:count], rtol=TOLERANCE)
+    np.testing.assert_allclose(found.gradient_norm, expected["gradient_norm"][:count], rtol=TOLERANCE)
+    for name, column in zip(PARTS, expected["parts"].T, strict=True):
         np.testing.assert_allclose(found.parts.get(name, np.zeros(count)), column[:count], rtol=TOLERANCE)
     if training.config.cameras:
         return
@@ -191,16 +191,16 @@ def check_steps(training: Training, run: str) -> None:
         assert error <= MOVED * way + ROUNDING * scale, (name, error, way)
 
 
-def test_loss_and_gradients_are_those_of_lerobot(golden: Training) -> None:
+def test_loss_and_gradients_equal_lerobot(golden: Training) -> None:
     check_first_step(golden)
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_steps_go_where_lerobots_go(golden: Training, run: str) -> None:
+def test_training_steps_follow_lerobot(golden: Training, run: str) -> None:
     check_steps(golden, run)
 
 
-def test_somewhere_the_gradient_is_clipped_and_somewhere_not() -> None:
+def test_recorded_runs_include_clipped_and_unclipped_gradients() -> None:
     norms = [np.load(path)["preset.gradient_norm"] for path in sorted(GOLDEN.glob("*/training.npz"))]
     clip = json.loads((GOLDEN / "vae" / "keys.json").read_text())["optimizer"]["clip"]
     assert any((norm > clip).any() for norm in norms)
@@ -209,8 +209,8 @@ def test_somewhere_the_gradient_is_clipped_and_somewhere_not() -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", ["no_vae", "vae", "camera_and_vae"])
-def test_lerobot_itself_does_the_same_with_other_weights(lerobots_own: Path, case: str) -> None:
+def test_live_lerobot_agrees_for_other_weights(lerobots_own: Path, case: str) -> None:
     training = Training(lerobots_own / case)
     check_first_step(training)
-    for run in RUNS if not training.config.cameras else ():  # when a ResNet departs depends on its weights
+    for run in RUNS if not training.config.cameras else ():  # The weights determine when a ResNet diverges.
         check_steps(training, run)

@@ -1,4 +1,4 @@
-"""Diffusion Policy against outputs, losses and gradients of LeRobot 0.6.1."""
+"""Diffusion Policy compared with outputs, losses and gradients of LeRobot 0.6.1."""
 
 import json
 from dataclasses import replace
@@ -23,19 +23,20 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_diffusion"
 LOSSES = GOLDEN.parent / "lerobot_losses" / "diffusion"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 pytestmark = pytest.mark.fully_compiled
-# A program that runs once and has hundreds of tensors: what optimising it costs, it does not save.
+# The program runs once and has hundreds of tensors, so optimizing it takes longer than it saves.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-TOLERANCE = 1e-4  # of the largest magnitude; the same weights through other torch kernels differ by 3e-6
+# Share of the largest magnitude; the same weights in other torch kernels differ by 3e-6.
+TOLERANCE = 1e-4
 
 
 def chunks(name: str):
-    """(observation with its history, noises, recorded arrays) of every frame at which LeRobot predicted a chunk."""
+    """Yield (observation with history, noises, recorded arrays) of each frame at which LeRobot predicted a chunk."""
     with np.load(GOLDEN / name / "io.npz") as file:
         io = dict(file)
     steps = json.loads((GOLDEN / name / "config.json").read_text())["n_obs_steps"]
     features = [key.removeprefix("in.0.") for key in io if key.startswith("in.0.observation.")]
     for frame in (int(key.split(".")[1]) for key in io if key.endswith(".noise") and key.startswith("in.")):
-        # What lies before the first frame is a copy of it.
+        # The history before the first frame repeats the first frame.
         window = [max(frame - back, 0) for back in reversed(range(steps))]
         seen = {key: np.stack([io[f"in.{at}.{key}"] for at in window], axis=1) for key in features}
         observation = seen if steps > 1 else {key: array[:, 0] for key, array in seen.items()}
@@ -44,7 +45,7 @@ def chunks(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
+def test_chunks_equal_lerobot(name: str, golden_folder) -> None:
     policy = jaxmodels.load_policy(golden_folder(name))
     found = list(chunks(name))
     assert len(found) == 2
@@ -53,7 +54,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_loss_and_gradients_are_those_of_lerobot(golden_folder) -> None:
+def test_loss_and_gradients_equal_lerobot(golden_folder) -> None:
     case = json.loads((LOSSES / "case.json").read_text())["case"].partition("/")[2]
     checkpoint = lerobot_folder.read_checkpoint(golden_folder(case))
     config, inputs = checkpoint.config, checkpoint.normalization.inputs
@@ -86,7 +87,7 @@ def test_loss_and_gradients_are_those_of_lerobot(golden_folder) -> None:
     assert float(masked) == pytest.approx(io["out.0.loss_masked"], rel=TOLERANCE)
     found = write_tensors([tensor for tensor in POLICY.tensors(plan.shapes) if tensor.ours[0] in gradient], gradient)
     norms = dict(zip(io["out.0.grad_names"].tolist(), io["out.0.grad_norms"], strict=True))
-    assert found.keys() == norms.keys(), "the trained weights are those that get a gradient there"
+    assert found.keys() == norms.keys(), "the trained weights must be the weights with a gradient in lerobot"
     largest = max(norms.values())
     assert max(abs(np.linalg.norm(found[name]) - norm) for name, norm in norms.items()) < TOLERANCE * largest
     for name in (key.removeprefix("out.0.grad.") for key in io if key.startswith("out.0.grad.")):

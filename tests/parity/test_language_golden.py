@@ -1,4 +1,4 @@
-"""SmolVLA, pi0 and pi0.5 against outputs of LeRobot 0.6.1 (tests/golden/lerobot_*/README.md)."""
+"""SmolVLA, pi0 and pi0.5 compared with outputs of LeRobot 0.6.1 (tests/golden/lerobot_*/README.md)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from jaxmodels.types import Language, Observation
 from tests.testing.models import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# Share of the largest magnitude. SmolVLA: moving every weight by 1e-6 of itself changes the output by up to 5e-6.
-# pi0 and pi0.5: the same weights through other kernels of torch differ by 1e-5.
+# Share of the largest magnitude. SmolVLA: changing each weight by a factor of 1 + 1e-6 changes the output by up to
+# 5e-6. pi0 and pi0.5: the same weights in other torch kernels differ by 1e-5.
 TOLERANCES = {"smolvla": 1e-5, "pi0": 1e-4, "pi05": 1e-4}
 NAMES = {
     path.name: tolerance
@@ -33,7 +33,7 @@ def read_arrays(name: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_are_those_of_lerobot(name: str, golden_folder, request: pytest.FixtureRequest) -> None:
+def test_chunks_equal_lerobot(name: str, golden_folder, request: pytest.FixtureRequest) -> None:
     if not name.startswith("smolvla"):
         request.getfixturevalue("quick_compilation")
     io = read_arrays(name)
@@ -45,7 +45,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder, request: pytest.F
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_the_first_velocity_are_those_of_lerobot(name: str, golden_folder) -> None:
+def test_tokens_and_the_first_velocity_equal_lerobot(name: str, golden_folder) -> None:
     io, checkpoint = read_arrays(name), lerobot_folder.read_checkpoint(golden_folder(name))
     config: Any = checkpoint.config
     kind, states = get_policy_type(config.type), io["mid.0.state_normalized"]

@@ -26,7 +26,7 @@ from tests.testing.peers import require_peers
 Cases = dict[str, dict[str, Any]]
 GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"
 SCRIPT = GOLDEN.parents[2] / "tools" / "golden" / "samplers.py"
-TOLERANCE = 1e-5  # of the largest number
+TOLERANCE = 1e-5  # Share of the largest number.
 DDIM = ["ddim_defaults", "ddim_stable_diffusion", "ddim_policy", "ddim_velocity_zero_snr"]
 DDIM_ETA = ["ddim_sample_eta", "ddim_eta_one"]
 DDPM = ["ddpm_defaults", "ddpm_every_step", "ddpm_large_offset", "ddpm_large"]
@@ -58,12 +58,12 @@ def row_of(rows: Any, k: int) -> Any:
     return jax.tree.map(lambda column: jnp.asarray(column[k]), rows)
 
 
-def test_every_recorded_case_is_compared(cases: Cases) -> None:
+def test_each_recorded_case_is_compared(cases: Cases) -> None:
     assert set(cases) == {*DDIM, *DDIM_ETA, *DDPM, *EULER, *HEUN, *AMUSED}
 
 
 @pytest.mark.parametrize("name", [*DDIM, *DDIM_ETA, *DDPM])
-def test_a_noise_schedule_is_diffusers(cases: Cases, name: str) -> None:
+def test_noise_schedule_equals_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule = NoiseSchedule(**case["fields"])
     steps = len(case["predictions"])
@@ -77,7 +77,7 @@ def test_a_noise_schedule_is_diffusers(cases: Cases, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*DDIM, *DDIM_ETA, *DDPM])
-def test_a_step_of_ddim_or_ddpm_is_diffusers(cases: Cases, name: str) -> None:
+def test_step_of_ddim_or_ddpm_equals_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule, steps = NoiseSchedule(**case["fields"]), len(case["predictions"])
     rows = schedule.ddpm_rows(steps) if name in DDPM else schedule.ddim_rows(steps)
@@ -98,14 +98,14 @@ def run_recorded(sample: Any, case: dict[str, Any], schedule: Any, steps: int, p
 
 
 @pytest.mark.parametrize("name", DDIM)
-def test_all_steps_of_ddim_are_diffusers(cases: Cases, name: str) -> None:
+def test_all_steps_of_ddim_equal_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule, predictions = NoiseSchedule(**case["fields"]), case["predictions"]
     same(run_recorded(ddim, case, schedule, len(predictions), predictions), case["x"][-1])
 
 
 @pytest.mark.parametrize("name", [*EULER, *HEUN])
-def test_all_steps_of_flow_matching_are_diffusers(cases: Cases, name: str) -> None:
+def test_all_steps_of_flow_matching_equal_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule = FlowSchedule(**case["fields"])
     evaluations = len(case["predictions"])
@@ -119,7 +119,7 @@ def test_all_steps_of_flow_matching_are_diffusers(cases: Cases, name: str) -> No
 
 
 @pytest.mark.parametrize("name", AMUSED)
-def test_a_step_of_maskgit_is_diffusers(cases: Cases, name: str) -> None:
+def test_step_of_maskgit_equals_diffusers(cases: Cases, name: str) -> None:
     case = cases[name]
     schedule = MaskSchedule(**{**case["fields"], "temperature": tuple(map(float, case["fields"]["temperature"]))})
     steps = len(case["logits"])
@@ -156,7 +156,7 @@ def test_installed_diffusers_gives_the_recorded_numbers(cases: Cases) -> None:
 
 @pytest.mark.needs_peers
 @pytest.mark.parametrize("masking", ["cosine", "linear"])
-def test_as_many_tokens_are_masked_again_as_in_diffusers(masking: Any) -> None:
+def test_number_of_remasked_tokens_equals_diffusers(masking: Any) -> None:
     require_peers("torch", "diffusers")
     import torch
     from diffusers import schedulers

@@ -1,4 +1,4 @@
-"""Compiling models for tests: once in a run, and quickly where the programs themselves are not the subject."""
+"""Compile models for tests: once per run, and quickly where the compiled programs are not under test."""
 
 import os
 import shutil
@@ -12,14 +12,14 @@ import jax._src.compiler
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-# The same mathematics; with JAX's own switch, a training step compiles in a seventh of the time.
+# The same mathematics; with JAX's own switch, a training step compiles seven times faster.
 OPTIONS: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
-if jax.__version_info__ < (0, 11):  # later ones always go through MLIR
+if jax.__version_info__ < (0, 11):  # Later versions always use MLIR.
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 FLAGS = tuple(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
-# Environment of a server with one robot: it compiles no programs for larger batches.
+# Environment of a server with one robot, which compiles no programs for larger batches.
 ONE_ROBOT = {"ROBOJAX_ENGINE_BATCH_SIZES": "1"}
-# Environment of a process that compiles as `compiling_quickly` does.
+# Environment of a process that compiles like `compiling_quickly`.
 QUICK = {"XLA_FLAGS": " ".join(FLAGS), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **ONE_ROBOT}
 
 
@@ -31,7 +31,7 @@ def compiling_quickly() -> Iterator[None]:
     def quick_options(*arguments: Any, env_options_overrides: Any = None, **options: Any) -> Any:
         return get_options(*arguments, env_options_overrides=OPTIONS | (env_options_overrides or {}), **options)
 
-    # JAX takes XLA's options for one program, or for a process, not for a part of one.
+    # JAX accepts XLA's options for one program or for a process, not for a part of a process.
     jax._src.compiler.get_compile_options = quick_options
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -42,17 +42,17 @@ def compiling_quickly() -> Iterator[None]:
 
 
 PROGRAMS = "PYTEST_PROGRAMS"
-WORTH_KEEPING = 0.2  # seconds of compiling; reading a program back takes some hundredths
+WORTH_KEEPING = 0.2  # Seconds of compilation; reading a program back takes a few hundredths of a second.
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs between all processes of the run; a folder in PYTEST_PROGRAMS keeps them."""
-    if PROGRAMS not in os.environ:  # workers and processes that tests start inherit it
+    if PROGRAMS not in os.environ:  # Workers and child processes inherit it.
         folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="robojax-programs-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         config.add_cleanup(lambda: os.environ.pop(PROGRAMS, None))
     use_programs(os.environ[PROGRAMS])
-    # Another worker may just be writing it; then it is compiled here too.
+    # If another worker is writing the program at this moment, it is compiled here too.
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
 
 

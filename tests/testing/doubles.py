@@ -28,7 +28,7 @@ class Sent:
 
 
 class MemoryLink:
-    """A ``Link`` whose other end is the test; ``is_choked`` makes ``send`` refuse as a full socket does."""
+    """A ``Link`` whose other end is the test; with ``is_choked``, ``send`` refuses like a full socket."""
 
     def __init__(self, rooms: Rooms, cameras: Sequence[str], inbox: Inbox, clock: Callable[[], float]):
         self.rooms = rooms
@@ -45,7 +45,7 @@ class MemoryLink:
         self._cameras = cameras
 
     def send(self, joints: Sequence[JointValue]) -> bool:
-        """Keep one joint_update; False when the output room is down, the link is choked or closed."""
+        """Store one joint_update; return False if the output room is down, or the link is choked or closed."""
         if self.is_closed or self.is_choked or not self._up[self.rooms.joint_output]:
             self.refused += 1
             return False
@@ -59,7 +59,7 @@ class MemoryLink:
         return {"commands_sent": len(self.sent), "commands_refused": self.refused}
 
     def deliver_frame(self, camera: str, image: np.ndarray, observed_at: float | None = None) -> None:
-        """As if this picture (uint8, (h, w, 3), RGB) had just been decoded."""
+        """Deliver this picture (uint8, (h, w, 3), RGB) as a decoded frame."""
         if camera not in self._cameras:
             raise KeyError(f"no camera {camera!r} in this link; it has {sorted(self._cameras)}")
         self._inbox.on_frame(camera, image, self._clock() if observed_at is None else observed_at)
@@ -160,7 +160,7 @@ SO100_REQUIREMENTS = Requirements(
 )
 
 
-MAX_WORDS = 100  # of an instruction, that a scripted policy reads
+MAX_WORDS = 100  # Words of an instruction that a scripted policy reads.
 
 
 @dataclass
@@ -185,7 +185,7 @@ class ScriptedPolicy:
     timings: Mapping[str, float] = field(default_factory=dict)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """(b, chunk, action) float32, or the next failure."""
+        """Return (b, chunk, action) float32, or raise the next failure."""
         self.acted += 1
         self.threads.add(threading.current_thread().name)
         started = time.perf_counter()
@@ -198,14 +198,14 @@ class ScriptedPolicy:
             if isinstance(failure, np.ndarray):
                 return failure
             failure.wait()
-        wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
-        wanted |= {"observation.state"} if self.requirements.state is not None else set()
-        wanted |= {TASK} if self.requirements.language else set()
-        wanted |= {PROMPT_CUT} & set(observation) if self.requirements.prompt_cuts else set()
+        expected = {f"observation.images.{camera}" for camera in self.requirements.cameras}
+        expected |= {"observation.state"} if self.requirements.state is not None else set()
+        expected |= {TASK} if self.requirements.language else set()
+        expected |= {PROMPT_CUT} & set(observation) if self.requirements.prompt_cuts else set()
         if self.requirements.takes_prefix and PREFIX_ACTIONS in observation:
-            wanted |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
-        if wanted != set(observation):
-            raise ObservationError(f"observation has {sorted(observation)}, wanted {sorted(wanted)}")
+            expected |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
+        if expected != set(observation):
+            raise ObservationError(f"observation has {sorted(observation)}, expected {sorted(expected)}")
         if TASK in observation:
             self.told.append(tuple(map(str, observation[TASK])))
             for text in self.told[-1]:
@@ -216,12 +216,12 @@ class ScriptedPolicy:
         if need.observation_steps > 1:
             shapes = {name: array.shape for name, array in observation.items() if name.startswith("observation.")}
             if any(shape[1] != need.observation_steps for shape in shapes.values()):
-                raise ObservationError(f"wanted {need.observation_steps} observations on the second axis: {shapes}")
+                raise ObservationError(f"expected {need.observation_steps} observations on the second axis: {shapes}")
             state = state[:, -1]
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
         chunk = (state[:, None, : need.action] + steps).astype(np.float32)
         if PREFIX_ACTIONS in observation:
-            # What will have been done when this answer comes is done: the chunk begins with it.
+            # The chunk begins with the actions that are executed before this result arrives.
             over = (
                 np.arange(need.chunk)[None, :]
                 < np.minimum(observation[PREFIX_DELAY], observation[PREFIX_LENGTH])[:, None]
@@ -231,14 +231,14 @@ class ScriptedPolicy:
         return chunk
 
     def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
-        """Refuse the text that it cannot read; of others it reads the first ``MAX_WORDS`` words."""
+        """Refuse invalid text, and return the number of words, of which the first ``MAX_WORDS`` are read."""
         self.cuts.append(prompt_cut)
         if text == self.unreadable:
             raise ObservationError(f"the instruction {text!r} is no instruction")
         return max(len(text.split()) - MAX_WORDS, 0)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
-        """Take as long as told, then know these sizes."""
+        """Wait for ``compile_latency``, then record these sizes as compiled."""
         time.sleep(self.compile_latency)
         if self.compile_failure is not None:
             raise self.compile_failure
@@ -253,7 +253,7 @@ class ScriptedPolicy:
         return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
 
     def on(self, device: str) -> "ScriptedPolicy":
-        """One that does the same, and fails when it is told to itself."""
+        """Return a copy for another device, with separate records and failures."""
         return replace(
             self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[], cuts=[]
         )
@@ -293,4 +293,4 @@ class ScriptedLoader:
 
 
 def ignore(stage: str) -> None:
-    """Take a stage of loading and do nothing."""
+    """Accept a stage of loading and do nothing."""

@@ -1,4 +1,4 @@
-"""An HTTP server that gives each request the same answer."""
+"""HTTP server that sends the same response to each request."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from threading import Thread
 
 @contextmanager
 def answering(status: int, body: bytes = b"", **headers: str) -> Iterator[tuple[int, list[str]]]:
-    """Port of the server, and the paths of the requests that it got."""
+    """Yield the port of the server and the paths of the received requests."""
     paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

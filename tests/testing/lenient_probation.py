@@ -1,5 +1,5 @@
-"""``robojax``, but what another user of the machine makes a robot miss is not held against a policy on its probation:
-``python -m tests.testing.lenient_probation serve``. Who starts it counts what was missed."""
+"""``robojax`` without a limit on missed commands during probation, because other processes share the machine:
+``python -m tests.testing.lenient_probation serve``. The caller counts the missed commands itself."""
 
 from functools import partial
 
@@ -8,5 +8,7 @@ from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
 
 if __name__ == "__main__":
-    webhooks.ProbationSettings = partial(ProbationSettings, missed=1e9, starvations=1_000_000, max_still=1e9)  # type: ignore[misc]
+    webhooks.ProbationSettings = partial(  # type: ignore[misc]
+        ProbationSettings, missed=1e9, starvations=1_000_000, max_still=1e9
+    )
     main()

@@ -1,4 +1,4 @@
-"""A Python that has lerobot 0.4.4, when there is one: this one, or what ROBOJAX_LEROBOT_PYTHON names."""
+"""A Python with lerobot 0.4.4, if available: this one, or the value of ROBOJAX_LEROBOT_PYTHON."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ WITHOUT = "no lerobot; ROBOJAX_LEROBOT_PYTHON names a Python that has it"
 
 
 def lerobot(*arguments: object, timeout: float | None = None) -> str:
-    """What that Python prints, run with these arguments without a network or a GPU; it has to end well."""
+    """Run that Python with these arguments, without network or GPU, and return its output; it must exit with 0."""
     run = subprocess.run(
         [str(LEROBOT), *map(str, arguments)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -1,6 +1,6 @@
-"""Policies to test with, and strictness: no silent promotion of dtypes.
+"""Policies for tests, and a check for silent dtype promotion.
 
-Fixtures of the conftests of `unit/jaxmodels` and `parity`, which import all of it.
+The conftests of `unit/jaxmodels` and `parity` import all fixtures of this module.
 """
 
 import json
@@ -30,7 +30,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object] | None = None, **values: Any) -> None:
-    """Change the object of a JSON file by a function, or replace its values of these names."""
+    """Change the object of a JSON file with a function, or replace the values of these names."""
     content = json.loads(path.read_text())
     if change is not None:
         change(content)
@@ -39,12 +39,12 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object] | None = No
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Quick, for a whole module as its fixtures compute too, but where the programs have to be those that users run."""
+    """Compile quickly for a whole module including its fixtures, unless its tests need the programs that users run."""
     is_full = request.node.get_closest_marker("fully_compiled") is not None
     if is_full:
-        jax.clear_caches()  # of what other modules compiled quickly
+        jax.clear_caches()  # Drop programs that other modules compiled quickly.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")  # processes that tests start have that of the run, or none
+        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")  # Child processes use the cache of the run, or none.
         with nullcontext() if is_full else compiling_quickly():
             yield
 
@@ -64,7 +64,7 @@ def quick_compilation() -> Iterator[None]:
 
 @pytest.fixture
 def no_programs() -> Iterator[None]:
-    """As if nobody had said where compiled programs are kept."""
+    """Remove the folder of compiled programs from the configuration."""
     use_programs(None)
     yield
     use_programs(os.environ[PROGRAMS])
@@ -77,7 +77,7 @@ def strict_dtypes() -> Iterator[None]:
 
 
 def seeded_weights(keys: dict[str, Any], io: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    """The rule of tests/golden/lerobot_act/README.md; tensors of `io` that are ``fixed`` are taken as they are."""
+    """Draw weights by the rule of tests/golden/lerobot_act/README.md; ``fixed`` tensors of `io` are used unchanged."""
     weights = {}
     for name, entry in keys["keys"].items():
         shape = tuple(entry["shape"])
@@ -110,7 +110,7 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             golden = GOLDEN / f"lerobot_{name.partition('_')[0]}" / name
-            # Not their permissions, which may be those of files that nobody changes.
+            # Do not copy permissions, because the golden files may be read-only.
             shutil.copytree(golden, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
             if not (folder / "model.safetensors").exists():
                 keys = json.loads((folder / "keys.json").read_text())
@@ -125,7 +125,7 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 def small_config(
     *, cameras: tuple[str, ...] = (), state: int | None = 6, environment: int | None = None, **fields: Any
 ) -> ActConfig:
-    """An ACT of a few thousand parameters; cameras are 32x32."""
+    """Return the config of an ACT with a few thousand parameters and cameras of 32x32."""
     inputs = [Feature(f"observation.images.{name}", "VISUAL", (3, 32, 32)) for name in cameras]
     if state is not None:
         inputs.insert(0, Feature("observation.state", "STATE", (state,)))
@@ -160,7 +160,7 @@ def random_stats(features: tuple[Feature, ...], seed: int = 0) -> dict[str, dict
 
 
 def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights of the size of initial ones, with biases, norms and statistics that are not 0 or 1."""
+    """Draw random weights of initial magnitude, where biases, norms and statistics differ from 0 and 1."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, array in blueprint_of(Act, config).shapes.items():
@@ -170,7 +170,7 @@ def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
         elif len(array.shape) == 1:
             weights[name] = np.float32(name.endswith((".scale", ".variance"))) + np.float32(0.1) * np.abs(x)
         elif name.endswith(".kernel"):
-            size = 0.6 if len(array.shape) == 2 else 1.4  # of dense layers and of convolutions
+            size = 0.6 if len(array.shape) == 2 else 1.4  # Dense layers, convolutions.
             weights[name] = x * np.float32(size / np.sqrt(np.prod(array.shape[:-1])))
         else:
             weights[name] = x

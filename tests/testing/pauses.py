@@ -1,4 +1,4 @@
-"""How long this machine stood still: one that others use too takes its cores away when it likes."""
+"""Pauses of this machine, whose cores other processes also use."""
 
 import os
 import threading
@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Self
 
 PERIOD = 0.01
-# A timer that is less late than this waited for the turn of another thread.
+# Smaller delays come from waiting for another thread.
 LEAST = 0.03
 
 
 class Pauses:
-    """Bare timers, one for each core in a thread of its own, which note when they come late; a context."""
+    """Context with one timer thread per core that records late wake-ups."""
 
     def __init__(self) -> None:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
@@ -37,7 +37,7 @@ class Pauses:
             thread.join()
 
     def _run(self, core: int) -> None:
-        with suppress(AttributeError, OSError):  # where a thread may not choose, one core is as good as another
+        with suppress(AttributeError, OSError):  # Without permission, any core will do.
             os.sched_setaffinity(threading.get_native_id(), {core})
         while not self._over.is_set():
             time.sleep(PERIOD)
@@ -48,10 +48,10 @@ class Pauses:
                 self._due[core] = now + PERIOD
 
     def all(self, since: float, until: float | None = None) -> list[float]:
-        """Seconds of each pause of any core between two times of ``time.monotonic``, or from one to now."""
+        """Return the seconds of each pause of any core from ``since`` to ``until`` (default: now), both monotonic."""
         with self._lock:
             now = time.monotonic()
-            # Whoever asks may have been woken before the timers were.
+            # The caller may wake up before the timers do.
             late = [(due, now) for due in self._due.values() if now - due > LEAST]
             stood = sorted([*self._stood, *late])
         until, parts, reached = now if until is None else until, list[float](), since
@@ -66,6 +66,6 @@ class Pauses:
         return sum(self.all(since, until))
 
     def running(self, since: float, until: float | None = None) -> float:
-        """Seconds from one time to another, or to now, without those in which a core stood still."""
+        """Return the seconds between two times without the pauses; ``until`` defaults to now."""
         until = time.monotonic() if until is None else until
         return until - since - self.lost(since, until)

@@ -1,4 +1,4 @@
-"""Optional peers of tests: packages and programs that `make test` runs without.
+"""Optional peers of tests: packages and programs that `make test` does not need.
 
 A test that needs a peer has the mark ``needs_peers`` and is skipped with a reason where the peer is missing. CI
 installs the peers after `make test` and then runs the marked tests alone: ``pytest -m needs_peers``.
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# openpi-client wants an older NumPy than robojax, so `make peers` gives it an environment of its own.
+# openpi-client needs an older NumPy than robojax, so `make peers` creates a separate environment for it.
 OPENPI_PYTHON = Path(
     os.environ.get("ROBOJAX_OPENPI_PYTHON", Path(__file__).parents[2] / ".venv" / "openpi" / "bin" / "python")
 )
@@ -28,13 +28,13 @@ INSTALL = {
     "caddy": "make servers",
     "chromium": "make servers",
 }
-# Tests with any of these fixtures get the mark without writing it.
+# Tests with any of these fixtures get the mark automatically.
 FIXTURES = {"postgres_server", "lerobots_own", "peer", "theirs_of", "pair_of"}
 PREFIX = "needs a peer: "
 
 
 def has_peer(name: str) -> bool:
-    """Return whether a package can be imported, or a program is installed."""
+    """Return whether a package can be imported or a program is installed."""
     if name == "postgresql":
         return any(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if name == "openpi-client":

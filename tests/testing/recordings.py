@@ -1,4 +1,4 @@
-"""A robot that is not there: a subject, frames that say their number, and what is handed to a recorder."""
+"""Test data for recorders: a robot's header, numbered frames, and ticks."""
 
 import time
 from dataclasses import replace
@@ -64,7 +64,7 @@ def play(
     size: tuple[int, int] = (48, 64),
     cameras: tuple[str, ...] = ("front", "top"),
 ) -> None:
-    """Episodes of this many ticks, on a clock of their own; the ticks named are skipped."""
+    """Record episodes of this many ticks on a separate clock, without the skipped ticks."""
     start = time.monotonic()
     for episode in range(episodes):
         for camera in cameras:

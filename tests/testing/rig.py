@@ -29,7 +29,7 @@ from service.settings import Settings
 from tests.testing.doubles import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
-REAL: Any = object()  # what a server has that is told nothing
+REAL: Any = object()  # Selects the server's own transport or loader.
 ROOMS = "http://rooms.example"
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 OBSERVATION = {
@@ -44,13 +44,13 @@ def body(session_id: str = "arm", **more: Any) -> dict[str, Any]:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Where a socket reaches a server."""
+    """Return the host and port of a server's URL."""
     host, _, port = url.removeprefix("http://").partition(":")
     return host, int(port)
 
 
 def expect_ok(answer: tuple[int, Any]) -> Any:
-    """Return the body of an answer that must have status 200."""
+    """Return the body of a response that must have status 200."""
     assert answer[0] == 200, answer
     return answer[1]
 
@@ -62,7 +62,7 @@ def expect_refusal(answer: tuple[int, Any], status: int, code: str, *words: str)
 
 
 async def show(link: MemoryLink, size: tuple[int, int] = (48, 64), period: float = 0.01) -> None:
-    """Send frames that change and the joints of `POSE`, until cancelled."""
+    """Send changing frames and the joints of `POSE` until cancelled."""
     for count in itertools.count():
         for camera in link.rooms.cameras:
             link.deliver_frame(camera, np.full((*size, 3), count % 2, np.uint8))
@@ -72,7 +72,7 @@ async def show(link: MemoryLink, size: tuple[int, int] = (48, 64), period: float
 
 @dataclass
 class Server:
-    """A running server, what it was made of, its keys by name, and a client."""
+    """A running server with its parts, its keys by name, and a client."""
 
     app: App
     url: str
@@ -83,7 +83,7 @@ class Server:
     keys: dict[str, str] = field(default_factory=dict)
 
     async def call(self, method: str, path: str, by: str | None = None, **more: Any) -> tuple[int, Any]:
-        """Status and JSON (or text) of one call, with the key of this name."""
+        """Return the status and JSON (or text) of one call with the key of this name."""
         headers = ({"x-api-key": self.keys[by]} if by else {}) | more.pop("headers", {})
         async with self.http.request(method, path, headers=headers, **more) as answer:
             is_json = answer.content_type == "application/json"
@@ -93,7 +93,7 @@ class Server:
         return await self.call("POST", "/sessions", by, json=body(session_id, **more))
 
     async def until_loading(self) -> None:
-        """A policy is being loaded (in a thread of its own, so there is no event to wait for)."""
+        """Wait until a policy is loading; the loader thread has no event to wait for."""
         await until(lambda: self.load.loads)
 
     @property
@@ -106,7 +106,7 @@ Kind = TypeVar("Kind", bound=Server)
 
 @asynccontextmanager
 async def started(
-    kind: type[Kind] = Server,  # pyright: ignore[reportArgumentType] - PEP 696 would say that it is the default
+    kind: type[Kind] = Server,  # pyright: ignore[reportArgumentType] - its default needs PEP 696
     *,
     transport: Any = None,
     load: Any = None,
@@ -117,7 +117,7 @@ async def started(
     prepare: Callable[[App], object] = lambda app: None,
     **settings: Any,
 ) -> AsyncIterator[Kind]:
-    """A server with these settings; ``REAL`` is the server's own transport or loader, ``prepare`` gets the app."""
+    """Yield a server with these settings; ``REAL`` selects its own transport or loader, ``prepare`` gets the app."""
     transport, load = transport or MemoryTransport(), load or ScriptedLoader()
     file = KeyFile(Path(settings.get("state", "nowhere")) / "keys.json")
     keys = {name: file.create(name, role, name, time.time()) for name, role in (roles or {}).items()}
@@ -192,7 +192,7 @@ class SessionRig:
         return self.session.status().stats
 
     def robot(self, size: tuple[int, int] | None = None) -> asyncio.Task[None]:
-        """A robot in the newest session's rooms that sends until it is cancelled."""
+        """Start a robot in the newest session's rooms that sends until it is cancelled."""
         self.robots.append(asyncio.create_task(self._send(self.link, size)))
         return self.robots[-1]
 
@@ -221,6 +221,6 @@ class SessionRig:
 
 
 def latency_model(loaded: LoadedPolicy) -> LatencyModel:
-    """Return what batches take on the first device, with frames of the trained sizes."""
+    """Return the latency model of the first device, with frames of the trained sizes."""
     replica = loaded.replicas[0]
     return replica.latencies[replica.trained_frames]

@@ -1,4 +1,4 @@
-"""A target of deliveries on the loopback that answers as it is told and remembers what it got."""
+"""Receiver of deliveries on loopback with scripted responses and a record of the deliveries."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ class Delivery:
 
 @dataclass
 class TargetServer:
-    """``answers`` are given in turn, then 200s; an answer may wait for ``gate``."""
+    """Server that sends each of ``answers`` in turn, then 200; a response may wait for ``gate``."""
 
     url: str = ""
     answers: list[web.Response] = field(default_factory=list)

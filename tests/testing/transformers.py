@@ -1,4 +1,4 @@
-"""2D transformers with random weights, which NumPy draws: JAX would compile a program for each shape."""
+"""2D transformers with random weights from NumPy, because JAX would compile a program for each shape."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def random_transformer(seed: int = 0, **config: Any) -> Transformer2DModel:
     plan = blueprint(lambda rngs: Transformer2DModel(**config, rngs=rngs))
     draw = np.random.default_rng(seed)
     weights = {
-        name: (draw.standard_normal(wanted.shape) * wanted.shape[-1] ** -0.5).astype(np.float32)
-        for name, wanted in plan.shapes.items()
+        name: (draw.standard_normal(leaf.shape) * leaf.shape[-1] ** -0.5).astype(np.float32)
+        for name, leaf in plan.shapes.items()
     }
     return plan.assemble(jax.device_put(weights))

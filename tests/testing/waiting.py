@@ -1,4 +1,4 @@
-"""Waiting for what tells nobody that it happened: it may be another thread, or another process, that makes it so."""
+"""Polling for events in other threads or processes that cannot notify the test."""
 
 import asyncio
 import inspect
@@ -12,25 +12,25 @@ Found = TypeVar("Found")
 
 
 async def until(claim: Callable[[], Found | Awaitable[Found]], within: float = 30.0) -> Found:
-    """What is claimed, and awaited when it has to be, as soon as there is something to it."""
+    """Return the value of ``claim``, awaited if necessary, as soon as it is true."""
     end = time.monotonic() + within
     while not (found := cast(Found, await one if inspect.isawaitable(one := claim()) else one)):
-        assert time.monotonic() < end, f"it did not come true within {within:g} s"
+        assert time.monotonic() < end, f"the condition did not become true within {within:g} s"
         await asyncio.sleep(0.002)
     return found
 
 
 def wait_until(claim: Callable[[], Found], within: float = 30.0) -> Found:
-    """As `until`, for a test without an event loop."""
+    """Return the value of ``claim`` as soon as it is true, for tests without an event loop."""
     end = time.monotonic() + within
     while not (found := claim()):
-        assert time.monotonic() < end, f"it did not come true within {within:g} s"
+        assert time.monotonic() < end, f"the condition did not become true within {within:g} s"
         time.sleep(0.01)
     return found
 
 
 def lives(process: int) -> bool:
-    """Whether there is such a process, other than one that has ended and that nobody asked about."""
+    """Return whether a process with this id is alive and not a zombie."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

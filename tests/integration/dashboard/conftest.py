@@ -1,4 +1,4 @@
-"""The real server on a loopback port with scripted policies, rooms in memory, and an arm that obeys."""
+"""The real server on a loopback port with scripted policies, rooms in memory, and a simulated arm."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ PERIOD = 0.04
 
 
 class Arm:
-    """It sees a moving square, goes where it is told, and reports where it is."""
+    """Simulated arm that sees a moving square, follows commands, and reports its pose."""
 
     def __init__(self, link: MemoryLink):
         self.link = link
@@ -56,13 +56,13 @@ class Server(rig.Server):
     _living: list["asyncio.Task[None]"] = field(default_factory=list)
 
     async def create(self, session_id: str = "arm", by: str | None = None, **more: Any) -> Arm:
-        """A session that is ready, and its arm."""
-        status, told = await super().create(session_id, by, **more)
-        assert status == 200, told
+        """Create a session, wait until it is ready, and return its arm."""
+        status, reply = await super().create(session_id, by, **more)
+        assert status == 200, reply
         return self.connect()
 
     def connect(self) -> Arm:
-        """An arm in the rooms of the newest session."""
+        """Connect an arm to the rooms of the newest session."""
         arm = Arm(self.transport.link)
         arm.step()
         self.arms.append(arm)
@@ -78,7 +78,7 @@ class Server(rig.Server):
 def read_requirements(path: str, revision: str | None) -> Requirements:
     if "missing" in path:
         raise CheckpointError("config.json: cannot be read; wanted it in the folder")
-    return replace(SO100_REQUIREMENTS, language="told" in path)
+    return replace(SO100_REQUIREMENTS, language="language" in path)
 
 
 @asynccontextmanager
@@ -104,7 +104,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> KeyFile:
-    """A file of keys with one in it, so that a server which is given it wants one."""
+    """Return a key file with one key, so that a server with this file requires a key."""
     file = KeyFile(tmp_path / "keys.json")
     file.create("first", Role.ADMIN, None, time.time())
     return file

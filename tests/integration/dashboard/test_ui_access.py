@@ -1,4 +1,4 @@
-"""Who may look, where a key is wanted; and what the page itself is."""
+"""Access to the page and its socket when keys are required, and the content of the page."""
 
 import asyncio
 import time
@@ -12,9 +12,9 @@ from service.dashboard.live import read_static_files
 
 
 async def ticket(server, key: str) -> str:
-    status, told = await server.call("POST", "/tickets", headers={"x-api-key": key})
+    status, reply = await server.call("POST", "/tickets", headers={"x-api-key": key})
     assert status == 200
-    return told["ticket"]
+    return reply["ticket"]
 
 
 async def sessions_seen(server, key: str) -> list[str]:
@@ -23,7 +23,7 @@ async def sessions_seen(server, key: str) -> list[str]:
     return [part.split(b'"')[0].decode() for part in raw.split(b'{"id":"')[1:]]
 
 
-async def test_the_socket_takes_a_ticket_once_and_shows_own_sessions(serve, keys):
+async def test_socket_accepts_a_ticket_once_and_shows_own_sessions(serve, keys):
     async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
         now = time.time()
         mine, theirs = (keys.create(f"{name}-key", Role.OPERATOR, name, now) for name in ("me", "them"))
@@ -46,7 +46,7 @@ async def test_the_socket_takes_a_ticket_once_and_shows_own_sessions(serve, keys
         assert seen == [["a"], ["b"], ["a"], ["a", "b"]]
 
 
-async def test_a_page_sees_only_own_sessions_until_its_key_is_revoked(serve, keys):
+async def test_page_sees_only_own_sessions_until_its_key_is_revoked(serve, keys):
     async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
         mine, theirs = (keys.create(name, Role.OPERATOR, name, time.time()) for name in ("me", "them"))
         server.http.headers["x-api-key"] = theirs
@@ -65,7 +65,7 @@ async def test_a_page_sees_only_own_sessions_until_its_key_is_revoked(serve, key
         assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1008)
 
 
-async def test_the_page_needs_no_key_and_loads_nothing_foreign(serve, keys):
+async def test_page_needs_no_key_and_loads_no_foreign_content(serve, keys):
     async with serve(keys_file=str(keys.path)) as server:
         async with server.http.get("/ui/", allow_redirects=False) as answer:
             assert (answer.status, answer.headers["location"]) == (302, "../ui")
@@ -77,18 +77,18 @@ async def test_the_page_needs_no_key_and_loads_nothing_foreign(serve, keys):
             assert "unsafe" not in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert "https://" not in text
-            assert "http://" not in text or name.endswith(".svg"), "a name space is no address"
+            assert "http://" not in text or name.endswith(".svg"), "an XML namespace is not an address"
         for name in ("page.html", "nothing.js", "..%2flive.py", "%2e%2e%2f__init__.py"):
             assert (await server.call("GET", f"/ui/{name}"))[0] == 404
 
 
-def test_no_file_of_the_page_makes_html_of_text():
+def test_page_never_inserts_text_as_html():
     words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", " style=")
     for name, file in read_static_files().items():
         assert not [word for word in words if word in file.content.decode()], name
 
 
-async def test_one_key_cannot_keep_the_pages_of_others_out(serve, keys):
+async def test_one_key_cannot_block_the_pages_of_other_keys(serve, keys):
     async with serve(keys_file=str(keys.path)) as server:
         greedy, other = (keys.create(name, Role.VIEWER, name, time.time()) for name in ("greedy", "other"))
         live = server.app.ctx.live

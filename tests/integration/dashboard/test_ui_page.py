@@ -1,4 +1,4 @@
-"""The page in a real browser, one for all of these tests, against the real server."""
+"""The page in one real browser for all of these tests, with the real server."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from tests.testing.waiting import until
 CHROMIUM = Path("/usr/bin/chromium")
 require_peers("chromium")
 pytestmark = [pytest.mark.needs_peers, pytest.mark.asyncio(loop_scope="module")]
-WAIT = 30_000  # ms
+WAIT = 30_000  # Milliseconds.
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 640}
 
 
@@ -46,29 +46,31 @@ async def server(serve) -> AsyncIterator:
 
 @asynccontextmanager
 async def opened(browser, server, viewport=DESK, *, troubles: tuple[str, ...] = (), is_live: bool = True, **more):
-    """The page, live; afterwards: nothing was asked of another host, and the console has no word of trouble."""
+    """Yield the live page; afterwards, check that it contacted no other host and logged no unexpected message."""
     context = await browser.new_context(viewport=viewport, **more)
     page = await context.new_page()
     page.set_default_timeout(WAIT)
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: said.append(f"dialog {dialog.message}"))
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("websocket", lambda socket: asked.append(socket.url))
+    logged, requested = [], []
+    page.on("console", lambda message: logged.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: logged.append(str(error)))
+    page.on("dialog", lambda dialog: logged.append(f"dialog {dialog.message}"))
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("websocket", lambda socket: requested.append(socket.url))
     try:
         await page.goto(server.url + "/ui")
         if is_live:
             await page.wait_for_selector("#link[data-state=live]")
         yield page
-        assert {urlsplit(url).netloc for url in asked if not url.startswith("blob:")} == {urlsplit(server.url).netloc}
-        assert [text for text in said if not any(trouble in text for trouble in troubles)] == []
+        assert {urlsplit(url).netloc for url in requested if not url.startswith("blob:")} == {
+            urlsplit(server.url).netloc
+        }
+        assert [text for text in logged if not any(trouble in text for trouble in troubles)] == []
     finally:
         await context.close()
 
 
 async def choose_policy(page, path: str) -> None:
-    """Fill the form of a new session, and leave the field of the policy."""
+    """Fill the form of a new session and leave the policy field."""
     await page.click("#new")
     await page.fill("#new-session_id", "arm-1")
     await page.fill("#new-policy_path", path)
@@ -85,13 +87,13 @@ async def until_text(page, selector: str, text: str | re.Pattern[str]) -> None:
 
 
 async def until_so(page, claim: str, *arguments) -> None:
-    """Playwright's own way asks the page to evaluate strings, which its policy forbids."""
+    """Poll a condition; Playwright's own wait evaluates strings, which the page's policy forbids."""
     async with asyncio.timeout(WAIT / 1000):
-        while not await page.evaluate(claim, *arguments):  # noqa: ASYNC110 - a browser has no event for it
+        while not await page.evaluate(claim, *arguments):  # noqa: ASYNC110 - a browser offers no event
             await asyncio.sleep(0.05)
 
 
-async def test_a_session_is_controlled_from_its_creation_to_its_deletion(browser, server):
+async def test_session_is_controlled_from_creation_to_deletion(browser, server):
     async with opened(browser, server) as page:
         await until_text(page, "#none", "No session is there")
         await choose_policy(page, "policies/act")
@@ -123,7 +125,7 @@ async def test_a_session_is_controlled_from_its_creation_to_its_deletion(browser
         await pressed_twice(page, "#reset")
         await page.wait_for_selector("#reset", state="hidden")
         await until_text(page, "#stage", "stopped")
-        assert len(arm.link.sent) <= sent + 4, "a reset moves nothing; a stop repeats its hold"
+        assert len(arm.link.sent) <= sent + 4, "a reset does not move the arm; a stop repeats its hold"
         await page.click("#start:enabled")
         await until_text(page, "#stage", "running")
         await pressed_twice(page, "#delete")
@@ -131,7 +133,7 @@ async def test_a_session_is_controlled_from_its_creation_to_its_deletion(browser
         assert (await server.call("GET", "/sessions"))[1] == []
 
 
-async def test_ctrl_and_space_stops_too_and_so_does_the_button(browser, server):
+async def test_ctrl_space_and_the_button_stop_all_sessions(browser, server):
     await server.create("a")
     await server.create("b")
     async with opened(browser, server) as page:
@@ -142,7 +144,7 @@ async def test_ctrl_and_space_stops_too_and_so_does_the_button(browser, server):
         await until_text(page, "#report[data-state=done]", "2 sessions stopped and latched: a, b")
 
 
-async def test_a_policy_that_does_not_fit_is_not_sent(browser, server):
+async def test_policy_that_does_not_fit_is_not_sent(browser, server):
     async with opened(browser, server, troubles=("422",)) as page:
         await choose_policy(page, "policies/act")
         await page.fill("#new-camera_names", "front, top")
@@ -155,10 +157,10 @@ async def test_a_policy_that_does_not_fit_is_not_sent(browser, server):
     assert server.load.loads == []
 
 
-async def test_an_instruction_is_given_at_creation_and_during_motion(browser, server):
+async def test_instruction_is_set_at_creation_and_during_motion(browser, server):
     server.load.make = lambda: ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True), unreadable="gibberish")
     async with opened(browser, server, troubles=("422",)) as page:
-        await choose_policy(page, "policies/told")
+        await choose_policy(page, "policies/language")
         await until_text(page, "#new-found[data-tone=good]", "it does what the instruction says")
         assert await page.evaluate("document.querySelector('#new-language_instruction').required")
         await page.fill("#new-language_instruction", "lift")
@@ -178,11 +180,11 @@ async def test_an_instruction_is_given_at_creation_and_during_motion(browser, se
         assert session.new.language_instruction == "drop it"
 
 
-async def test_a_held_robot_says_why_and_shows_no_old_picture_as_live(browser, server):
+async def test_held_robot_shows_the_reason_and_no_old_picture_as_live(browser, server):
     arm = await server.create()
     async with opened(browser, server) as page:
         await page.click("#start:enabled")
-        await page.wait_for_selector("figure img")  # what is not there yet counts as hidden
+        await page.wait_for_selector("figure img")  # A missing element counts as hidden.
         await page.wait_for_selector("figure .over", state="hidden")
         arm.is_seeing = False
         await until_text(page, "#reason[data-tone=warn]", "Held (camera_stale)")
@@ -190,7 +192,7 @@ async def test_a_held_robot_says_why_and_shows_no_old_picture_as_live(browser, s
         await until_text(page, "figure .over", "not live:")
 
 
-async def test_a_stop_is_repeated_over_a_lost_connection(browser, serve):
+async def test_stop_is_repeated_over_a_lost_connection(browser, serve):
     troubles = ("Failed to load resource", "WebSocket connection")
     async with serve() as server:
         await server.create()
@@ -218,7 +220,7 @@ async def test_a_stop_is_repeated_over_a_lost_connection(browser, serve):
         await page_is_open.__aexit__(None, None, None)
 
 
-async def test_what_servers_and_policies_say_is_shown_as_text(browser, server):
+async def test_text_of_servers_and_policies_is_shown_without_markup(browser, server):
     bad = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     server.load.failure = CheckpointError(bad)
     body = {"session_id": "arm", "policy_path": bad, "transport_server_url": "http://rooms.example"}
@@ -229,10 +231,10 @@ async def test_what_servers_and_policies_say_is_shown_as_text(browser, server):
         await until_text(page, ".facts", bad)
         assert await page.evaluate("document.querySelectorAll('#frame script, #frame img[src=x]').length") == 0
         refused = "try { document.body.innerHTML = '<b>x</b>'; 'taken' } catch (error) { error.name }"
-        assert await page.evaluate(refused) == "TypeError", "the browser itself takes no HTML from a script"
+        assert await page.evaluate(refused) == "TypeError", "the browser refuses HTML from a script"
 
 
-async def test_a_recording_is_switched_and_a_commit_is_released(browser, serve, tmp_path, monkeypatch):
+async def test_recording_is_switched_and_quarantined_commit_released(browser, serve, tmp_path, monkeypatch):
     (tmp_path / "so100.toml").write_text("[joints.sholder_pan]\nlow = -60")
     settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
     async with serve(limits=str(tmp_path / "so100.toml"), **settings) as server:
@@ -244,7 +246,7 @@ async def test_a_recording_is_switched_and_a_commit_is_released(browser, serve, 
         await server.create()
         async with opened(browser, server, PHONE, has_touch=True, is_mobile=True) as page:
             await until_text(page, "#detail table", "rejected: load: a NaN")
-            assert await page.evaluate("innerWidth") == PHONE["width"], "a wide table scrolls in its card"
+            assert await page.evaluate("innerWidth") == PHONE["width"], "a wide table must scroll in its card"
             await until_text(page, "#warned", "sholder_pan, which this session does not have")
             await page.click("#record:enabled")
             await until_text(page, "#recorded", "recording")
@@ -324,7 +326,7 @@ CONTRAST = """() => {
 }"""
 
 
-async def test_light_and_dark_can_be_read_and_every_field_has_a_name(browser, server):
+async def test_both_colour_schemes_are_readable_and_fields_have_labels(browser, server):
     async with opened(browser, server, color_scheme="dark") as page:
         backs = []
         for theme in ("auto", "light", "dark"):
@@ -332,7 +334,7 @@ async def test_light_and_dark_can_be_read_and_every_field_has_a_name(browser, se
             assert {pair: ratio for pair, ratio in (await page.evaluate(CONTRAST)).items() if ratio < 4.5} == {}
             backs.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
             await page.click("#theme")
-        assert backs[0] == backs[2] != backs[1], "auto is what the system says"
+        assert backs[0] == backs[2] != backs[1], "auto must follow the system setting"
         await page.click("#new")
         nameless = (
             "[...document.querySelectorAll('input, select')].filter((one) => !one.labels.length).map((one) => one.id)"
@@ -340,7 +342,7 @@ async def test_light_and_dark_can_be_read_and_every_field_has_a_name(browser, se
         assert await page.evaluate(nameless) == []
 
 
-async def test_a_viewer_signs_in_and_may_only_look_and_stop(browser, serve, keys):
+async def test_viewer_signs_in_and_may_only_watch_and_stop(browser, serve, keys):
     async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
         mine = keys.create("mine", Role.OPERATOR, "me", time.time())
         watching = keys.create("watching", Role.VIEWER, "me", time.time())
@@ -371,7 +373,7 @@ async def test_a_viewer_signs_in_and_may_only_look_and_stop(browser, serve, keys
             assert "robojax-key" not in stored
 
 
-async def test_a_pressed_stop_reaches_the_robot_in_time(browser, server, pauses):
+async def test_pressed_stop_reaches_the_robot_in_time(browser, server, pauses):
     arm = await server.create()
     async with opened(browser, server) as page:
         await page.click("#start:enabled")
@@ -382,7 +384,7 @@ async def test_a_pressed_stop_reaches_the_robot_in_time(browser, server, pauses)
         assert pauses.running(pressed) < 0.5
 
 
-async def test_devices_are_shown_with_what_they_do_and_one_that_failed_in_red(browser, serve):
+async def test_devices_are_shown_with_load_and_failures_in_red(browser, serve):
     async with serve() as server:
         await server.create()
         await server.call("POST", "/sessions/arm/start")

@@ -1,4 +1,4 @@
-"""The page's socket as a client without a browser sees it."""
+"""The page's socket, used by a client without a browser."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def unpack(raw: bytes) -> dict[str, Any]:
 
 
 class Page:
-    """What the page's script does, without drawing."""
+    """Client with the behaviour of the page's script, without drawing."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self.socket = socket
@@ -46,12 +46,12 @@ class Page:
         return message
 
     async def until(self, claim) -> dict[str, Any]:
-        """The first message of which this is so, of the next hundred."""
+        """Return the first of the next hundred messages for which the claim is true."""
         for _ in range(100):
             message = await self.next()
             if claim(message):
                 return message
-        raise AssertionError("it never came")
+        raise AssertionError("no message matched")
 
 
 @asynccontextmanager
@@ -64,7 +64,7 @@ def kinds(message: dict[str, Any]) -> set[str]:
     return {part["kind"] for part in message["parts"]}
 
 
-async def test_a_page_sees_a_robot_move(server):
+async def test_page_shows_the_motion_of_a_robot(server):
     await server.create()
     async with opened(server) as page:
         first = await page.next()
@@ -83,13 +83,13 @@ async def test_a_page_sees_a_robot_move(server):
         assert rows.shape[1] == 3 + 2 * 6
         assert (rows[:, 0] <= 0).all()
         assert (rows[:, 0] > -1).all()
-        assert rows[:, 1].all(), "all of them were sent"
+        assert rows[:, 1].all(), "all commands must be marked as sent"
         np.testing.assert_allclose(rows[-1, 9:] - rows[-1, 9], np.arange(6) * 10, atol=1e-3)
         spread = (await page.until(lambda message: message.get("detail", {}).get("spread")))["detail"]["spread"]
         assert sum(spread["lateness"]) > 0
 
 
-async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server):
+async def test_pictures_are_jpegs_and_encoded_only_for_open_pages(server):
     arm = await server.create()
     live = server.app.ctx.live
     async with opened(server) as page:
@@ -106,20 +106,23 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         await page.until(lambda message: message["frame_ages"]["front"] > 0.3)
         while live.pictures._encoding is not None:
             await page.next()
-        await page.next()  # of a machine that paused, the last picture may come only now
-        assert "picture" not in kinds(await page.next()), "what was shown already is not sent again"
+        await page.next()  # After a pause of the machine, the last picture may arrive late.
+        assert "picture" not in kinds(await page.next()), "a shown picture is not sent again"
     await until(lambda: not live.viewers and live.pictures._encoding is None)
     arm.is_seeing, made = True, live.pictures.encoded
     await asyncio.sleep(0.3)
     assert live.pictures.encoded == made
-    assert not server.app.ctx.sessions.get("arm")._observers.attached, "nobody observes it any more"
+    assert not server.app.ctx.sessions.get("arm")._observers.attached, (
+        "the session has no observer after the page closed"
+    )
 
 
-async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeypatch):
+async def test_encoding_all_pictures_takes_a_small_part_of_a_core(server, monkeypatch):
     await server.create()
     pictures = server.app.ctx.live.pictures
     encode = pictures._encode
-    monkeypatch.setattr(pictures, "_encode", lambda frames: (encode(frames)[0], 0.02))  # as if a frame took 20 ms
+    # As if encoding a frame took 20 ms.
+    monkeypatch.setattr(pictures, "_encode", lambda frames: (encode(frames)[0], 0.02))
     async with opened(server) as page:
         await page.say(type="look", session="arm", pictures=True)
         began = asyncio.get_running_loop().time()
@@ -129,7 +132,7 @@ async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeyp
     assert took >= 2 * 0.02 / 0.05, "at most 5 % of a core"
 
 
-async def test_a_page_that_does_not_keep_up_gets_nothing_more_and_is_cut_off(server):
+async def test_slow_page_gets_no_messages_and_is_disconnected(server):
     live = server.app.ctx.live
     live.settings = LiveSettings(view_timeout=2.0)
     async with opened(server) as slow, opened(server) as quick:
@@ -139,23 +142,23 @@ async def test_a_page_that_does_not_keep_up_gets_nothing_more_and_is_cut_off(ser
         assert end.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR)
         assert live.cut == 1
         await keeping_up
-        assert live.cut == 1, "the other one is not held up"
+        assert live.cut == 1, "the other page is not delayed"
 
 
-async def test_stop_is_acknowledged_even_to_a_page_that_does_not_keep_up(server):
+async def test_stop_of_a_slow_page_is_acknowledged(server):
     await server.create("a")
     await server.create("b")
     async with opened(server) as page:
         for _ in range(2):
             await page.next(is_seen=False)
         await page.say(type="stop", number=7, reason="a person\npressed it")
-        told = (await page.next())["stop"]
-        assert (told["number"], told["count"], told["stopped"]) == (7, 2, ["a", "b"])
+        stop = (await page.next())["stop"]
+        assert (stop["number"], stop["count"], stop["stopped"]) == (7, 2, ["a", "b"])
     _, sessions = await server.call("GET", "/sessions")
     assert [session["stats"]["emergency_stop"] for session in sessions] == ["a person pressed it"] * 2
 
 
-async def test_a_page_that_talks_too_much_is_cut_off(server):
+async def test_page_that_sends_too_much_is_disconnected(server):
     async with opened(server) as page:
         for _ in range(200):
             await page.say(type="look", session=None)
@@ -163,11 +166,11 @@ async def test_a_page_that_talks_too_much_is_cut_off(server):
 
 
 @pytest.mark.parametrize(
-    "said", ["[", "[]", '{"type":"fly"}', '{"type":"seen","number":"1"}', '{"type":"look"}', "x" * 5000]
+    "text", ["[", "[]", '{"type":"fly"}', '{"type":"seen","number":"1"}', '{"type":"look"}', "x" * 5000]
 )
-async def test_a_page_that_makes_no_sense_is_cut_off(server, said):
+async def test_page_with_invalid_messages_is_disconnected(server, text):
     async with opened(server) as page:
-        await page.socket.send_str(said)
+        await page.socket.send_str(text)
         await until(lambda: server.app.ctx.live.cut == 1)
         await until(lambda: not server.app.ctx.live.viewers)
 
@@ -191,7 +194,7 @@ async def test_pages_of_other_origins_are_refused_before_the_upgrade(server):
         assert (await page.next())["number"] == 1
 
 
-async def test_a_recreated_session_is_shown_again(server):
+async def test_recreated_session_is_shown_again(server):
     async with opened(server) as page:
         await page.say(type="look", session="arm", pictures=False)
         for _ in range(2):
@@ -203,7 +206,7 @@ async def test_a_recreated_session_is_shown_again(server):
     await until(lambda: not server.app.ctx.live._views)
 
 
-def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():
+def test_message_is_aligned_and_has_only_json_numbers():
     parts = [BinaryPart({"kind": "picture"}, b"12345"), BinaryPart({"kind": "plan"}, bytes(8))]
     raw = pack_message({"number": 1, "text": "é"}, parts)
     assert len(raw) % 4 == 0
@@ -212,7 +215,7 @@ def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():
         pack_message({"number": float("nan")})
 
 
-def test_a_stop_is_read_whatever_its_fields_are():
+def test_stop_is_read_even_with_invalid_fields():
     assert parse_message('{"type":"stop","number":true,"reason":["x"]}') == StopAll(0, "asked for on the page")
     with pytest.raises(BadMessage):
         parse_message(b"{}")

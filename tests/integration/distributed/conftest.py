@@ -1,4 +1,4 @@
-"""A PostgreSQL database with nothing in it."""
+"""An empty PostgreSQL database."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from tests.testing.peers import require_peers
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    """A running one, with what earlier tests left."""
+    """Yield a running server, which may contain data of earlier tests."""
     require_peers("postgresql")
     with postgres() as server:
         yield server
 
 
 def emptied(server: PostgresServer) -> PostgresServer:
-    """Without what earlier tests left: the emergency stop of an id is there for the next session of it."""
+    """Delete the data of earlier tests: an emergency stop of an id applies to the next session with this id."""
     server.sql("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
     return server
 
@@ -29,5 +29,5 @@ def database(postgres_server: PostgresServer) -> PostgresServer:
 
 @pytest.fixture(scope="module")
 def database_of_module(postgres_server: PostgresServer) -> PostgresServer:
-    """Likewise, for all tests of a module."""
+    """Return an empty database for all tests of a module."""
     return emptied(postgres_server)

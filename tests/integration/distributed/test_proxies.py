@@ -22,7 +22,7 @@ PICTURES, POSE = {"front": np.zeros((48, 64, 3), np.uint8)}, [0.0] * 6
 
 
 def nginx(folder: Path, port: int, servers: list[str]) -> list[str]:
-    """Its command, with a configuration that differs from the one in deploy/ by addresses, TLS and folders."""
+    """Return the nginx command; its configuration differs from deploy/ only in addresses, TLS and folders."""
     text = (DEPLOY / "nginx.conf").read_text()
     text = re.sub(r"listen 443 ssl;\n.*\n.*\n", f"listen 127.0.0.1:{port};\n", text)
     for before, after in zip(("10.0.0.5:8001", "10.0.0.6:8001"), servers, strict=True):
@@ -90,19 +90,19 @@ async def proxied(
                 await process.wait()
 
 
-async def test_a_session_is_made_and_asked_for_at_one_server(proxied: Proxied) -> None:
+async def test_session_is_created_and_requested_at_one_server(proxied: Proxied) -> None:
     async with AsyncClient(proxied.url) as client:
         for number in range(3):
             session = await client.create(f"arm-{number}", "policies/act", camera_names=("front",), rate=50.0)
-            asked = {await proxied.server_of(f"{prefix}/sessions/arm-{number}") for prefix in ("", "/api")}
-            assert len(asked) == 1
+            owners = {await proxied.server_of(f"{prefix}/sessions/arm-{number}") for prefix in ("", "/api")}
+            assert len(owners) == 1
             assert "front" not in (await session.status()).stats
-            assert client._http._urls == {}, "nobody was sent on"
-    # Ports are others in every run, and with them the hash.
+            assert client._http._urls == {}, "no request was redirected"
+    # Ports differ in each run, and so does the hash.
     assert {await proxied.server_of(f"/sessions/leg-{number}") for number in range(40)} == {"a", "b"}
 
 
-async def test_one_that_is_elsewhere_is_reached_with_all_that_is_asked(
+async def test_session_on_another_server_is_reached_for_each_request(
     proxied: Proxied, request: pytest.FixtureRequest
 ) -> None:
     away = {"a": "b", "b": "a"}[await proxied.server_of("/sessions/arm")]

@@ -1,4 +1,4 @@
-"""A server whose policies run in engines of a real Ray, which is started and ended here."""
+"""A server whose policies run in engines of a real Ray, which the tests start and end."""
 
 import base64
 import io
@@ -29,7 +29,7 @@ POLICY = ROOT / "robojax" / "sim" / "policy"
 
 
 class Server:
-    """`robojax serve` in a process of its own."""
+    """`robojax serve` in another process."""
 
     def __init__(self, *flags: str):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "JAX_PLATFORMS": "cpu"}
@@ -43,7 +43,7 @@ class Server:
         )
 
     def begin(self) -> "Server":
-        """Wait until it serves."""
+        """Wait until the server is ready."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.url = next((word for word in line.split() if word.startswith("http://")), "")
@@ -51,7 +51,7 @@ class Server:
         return self
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Return the status and JSON of a call."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
         try:
@@ -61,11 +61,11 @@ class Server:
             return error.code, json.load(error)
 
     def engines(self) -> dict[str, int]:
-        """Names and processes of those it uses."""
+        """Return the names and processes of the engines in use."""
         return {one["engine"]: one["process"] for one in self.call("GET", "/cluster")[1]["engines"]["engines"]}
 
     def until(self, engines: int, without: int = 0) -> dict[str, int]:
-        """Wait until it has so many, none of them this process."""
+        """Wait until the server has this many engines, excluding the process ``without``."""
         deadline = time.monotonic() + 100
         while len(found := self.engines()) != engines or without in found.values():
             assert time.monotonic() < deadline, found
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(database_of_module: PostgresServer) -> Iterator[Server]:
-    """One for all tests here: a Ray takes ten seconds to start."""
+    """Yield one server for all tests, because Ray takes ten seconds to start."""
     flags = ("--engine", "ray-local", "--engines", "2", "--engine-resources", "CPU=0.5")
     made = Server(*flags, "--database", database_of_module.url)
     try:
@@ -86,7 +86,7 @@ def server(database_of_module: PostgresServer) -> Iterator[Server]:
 
 
 def observation() -> dict[str, Any]:
-    """What the demo's policy looks at."""
+    """Return an observation for the policy of the demo."""
     held = io.BytesIO()
     Image.new("RGB", (96, 96), "gray").save(held, "JPEG")
     picture = base64.b64encode(held.getvalue()).decode()
@@ -94,16 +94,16 @@ def observation() -> dict[str, Any]:
 
 
 def make(server: Server, name: str, **more: Any) -> tuple[int, Any]:
-    """A session without rooms.
+    """Create a session without rooms.
 
-    It takes what time there is: where others keep the cores busy an inference takes 200 ms, and a second session that
-    wants five a second is refused (409, overloaded).
+    It accepts any rate. On a busy machine an inference takes 200 ms, and a second session at five inferences per second
+    would be refused (409, overloaded).
     """
     asked = {"session_id": name, "policy_path": str(POLICY), "transport_server_url": "direct", "degrade": True}
     return server.call("POST", "/sessions", asked | more)
 
 
-def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Server, pauses: Pauses) -> None:
+def test_engines_answer_and_a_killed_engine_is_replaced(server: Server, pauses: Pauses) -> None:
     engines = server.until(2)
     assert make(server, "arm")[0] == 200
     assert make(server, "arm")[0] == 409
@@ -113,7 +113,7 @@ def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Se
     doomed = next(iter(engines.values()))
     os.kill(doomed, signal.SIGKILL)
     began = time.monotonic()
-    for _ in range(20):  # whichever was asked last, both are asked
+    for _ in range(20):  # Enough requests to reach both engines.
         status, again = server.call("POST", "/sessions/arm/act", observation() | {"reset": True})
         assert status == 200, again
     assert pauses.running(began) < 10
@@ -122,7 +122,7 @@ def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Se
     assert server.call("GET", "/health")[1]["status"] == "healthy"
 
 
-def test_server_lives_on_without_ray_and_starts_it_again(server: Server) -> None:
+def test_server_survives_the_loss_of_ray_and_restarts_it(server: Server) -> None:
     before = server.until(2)
     assert make(server, "arm")[0] in (200, 409)
     process = psutil.Process(server.process.pid)
@@ -140,47 +140,47 @@ def test_server_lives_on_without_ray_and_starts_it_again(server: Server) -> None
     assert server.call("GET", "/cluster")[1]["engines"]["trouble"] is None
 
 
-def test_what_is_wrong_with_a_policy_is_said_as_without_a_cluster(server: Server, tmp_path: Path) -> None:
+def test_policy_errors_are_the_same_as_without_a_cluster(server: Server, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    status, told = make(server, "broken", policy_path=str(tmp_path))
+    status, reply = make(server, "broken", policy_path=str(tmp_path))
     assert status == 422
-    assert "Ray" not in json.dumps(told)
-    assert make(server, "arm")[0] in (200, 409)  # whether or not this process has run the test before
-    status, told = server.call("POST", "/sessions/arm/act", observation() | {"state": [0.0]})
-    assert status == 422, told
+    assert "Ray" not in json.dumps(reply)
+    assert make(server, "arm")[0] in (200, 409)  # 409 if an earlier test created it.
+    status, reply = server.call("POST", "/sessions/arm/act", observation() | {"state": [0.0]})
+    assert status == 422, reply
     assert server.call("GET", "/sessions/arm")[1]["status"] == "ready"
 
 
-def test_the_database_lists_and_forgets_what_this_front_has(server: Server, postgres_server: PostgresServer) -> None:
-    status, told = make(server, "short")
-    assert status == 200, told
+def test_database_lists_and_removes_sessions_of_this_server(server: Server, postgres_server: PostgresServer) -> None:
+    status, reply = make(server, "short")
+    assert status == 200, reply
     cluster = server.call("GET", "/cluster")[1]
     assert cluster["front"]["others"] == []
     assert cluster["engines"]["trouble"] is None
     assert ["short"] in postgres_server.sql("SELECT id FROM robojax_sessions")
     assert server.call("POST", "/sessions/short/adopt")[0] == 409
     assert server.call("DELETE", "/sessions/short")[0] == 200
-    status, told = make(server, "short")
-    assert status == 200, told
+    status, reply = make(server, "short")
+    assert status == 200, reply
     assert server.call("DELETE", "/sessions/short")[0] == 200
     assert ["short"] not in postgres_server.sql("SELECT id FROM robojax_sessions")
 
 
-def test_a_cluster_that_is_not_there_is_an_error_with_what_to_do() -> None:
+def test_missing_cluster_is_an_error_with_advice() -> None:
     server = Server("--engine", "ray://127.0.0.1:9")
-    _, told = server.process.communicate(timeout=110)
+    _, reply = server.process.communicate(timeout=110)
     assert server.process.returncode == 2
-    assert "ray://127.0.0.1:9" in told
-    assert "Traceback" not in told
+    assert "ray://127.0.0.1:9" in reply
+    assert "Traceback" not in reply
 
 
-def test_it_ends_in_order_and_its_ray_with_it(server: Server) -> None:
+def test_server_ends_in_order_with_its_ray(server: Server) -> None:
     engines = server.engines()
     server.process.send_signal(signal.SIGTERM)
-    _, told = server.process.communicate(timeout=100)
-    assert server.process.returncode == 0, told
-    assert "Traceback" not in told
-    assert "SIGTERM received" not in told
+    _, reply = server.process.communicate(timeout=100)
+    assert server.process.returncode == 0, reply
+    assert "Traceback" not in reply
+    assert "SIGTERM received" not in reply
     deadline = time.monotonic() + 100
     while any(map(psutil.pid_exists, engines.values())):
         assert time.monotonic() < deadline

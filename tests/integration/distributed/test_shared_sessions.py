@@ -1,4 +1,4 @@
-"""Two servers that share a PostgreSQL database: a client may ask either of them for any session, with its own key."""
+"""Two servers that share a PostgreSQL database: each accepts requests for all sessions, with the client's own key."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root"
 
 
 class Server(rig.Server):
-    """One server, and a client of it that follows to where it is sent."""
+    """A server with a client that follows redirects."""
 
     @property
     def name(self) -> str:
@@ -56,10 +56,10 @@ class Server(rig.Server):
         return await super().create(session_id, key, **{"transport_server_url": DIRECT} | more)
 
     async def listed(self, key: str | None = None) -> dict[str, str]:
-        status, told = await self.call("GET", "/sessions", key)
+        status, reply = await self.call("GET", "/sessions", key)
         assert status == 200
-        assert len({one["session_id"] for one in told}) == len(told)
-        return {one["session_id"]: one["status"] for one in told}
+        assert len({one["session_id"] for one in reply}) == len(reply)
+        return {one["session_id"]: one["status"] for one in reply}
 
     def own(self) -> dict[str, str]:
         return {session.id: str(session.stage) for session in self.app.ctx.sessions.list()}
@@ -94,7 +94,7 @@ class Servers:
         one.app.ctx.stop_elsewhere.__self__._cache.clear()  # type: ignore[union-attr]
 
     async def lose(self, one: Server) -> None:
-        """Its heartbeat is over, and it goes on."""
+        """Expire the server's heartbeat without ending the server."""
         self.database.sql(f"UPDATE robojax_fronts SET heartbeat = heartbeat - interval '1 minute' {where(one.name)}")
         other = self.b if one is self.a else self.a
         await other.front._beat()
@@ -112,10 +112,10 @@ def where(name: str) -> str:
 
 @pytest.fixture
 async def bare(database: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
-    monkeypatch.setattr(peers, "BEAT_PERIOD", 3600.0)  # they speak when the test says so
+    monkeypatch.setattr(peers, "BEAT_PERIOD", 3600.0)  # The tests call the heartbeats.
     names = ((peers, "QUERY_TIMEOUT"), (peers, "STOP_TIMEOUT"), (peers, "PROBE_TIMEOUT"))
     for module, name in (*names, (redirects, "STOP_LOOKUP_TIMEOUT"), (store, "STOP_PUBLISH_TIMEOUT")):
-        monkeypatch.setattr(module, name, 30.0)  # all of them are there; a busy machine only takes longer to answer
+        monkeypatch.setattr(module, name, 30.0)  # All servers run; a busy machine may answer late.
     async with AsyncExitStack() as stack:
         yield Servers(stack, database, tmp_path)
 
@@ -131,25 +131,25 @@ def keys(tmp_path: Path) -> tuple[str, dict[str, str]]:
     return str(file), {name: KeyFile(file).create(name, role, name, time.time()) for name, role in KEYS.items()}
 
 
-async def test_whoever_asks_the_other_server_is_sent_on_with_all_that_was_asked(servers: Servers) -> None:
+async def test_request_for_another_server_is_redirected_unchanged(servers: Servers) -> None:
     await servers.a.create("arm")
     for method, path in (("GET", "/sessions/arm?a=b"), ("POST", "/sessions/arm/act"), ("DELETE", "/sessions/arm")):
         async with servers.b.http.request(method, path, data=b"x" * 70_000, allow_redirects=False) as found:
-            told = await found.json()
+            reply = await found.json()
             assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}{path}")
             assert (found.headers[FORWARDED_HEADER], found.headers[FRONT_NAME_HEADER]) == ("a", "b")
             assert f"http://{found.headers[ADDRESS_HEADER]}" == servers.a.url
-        assert told["code"] == CODE
+        assert reply["code"] == CODE
     observation = {"state": [0.0] * 6, "want": "action", "images": {}}
-    status, told = await servers.b.call("POST", "/sessions/arm/act", json=observation)
-    assert status == 422, "it has no camera"
-    assert (await servers.a.call("POST", "/sessions/arm/act", json=observation)) == (status, told)
+    status, reply = await servers.b.call("POST", "/sessions/arm/act", json=observation)
+    assert status == 422, "the session has no camera"
+    assert (await servers.a.call("POST", "/sessions/arm/act", json=observation)) == (status, reply)
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
     assert await servers.a.listed() == await servers.b.listed() == {}
     assert (await servers.b.create("arm"))[0] == 200
 
 
-async def test_an_id_is_anothers_everywhere(servers: Servers) -> None:
+async def test_id_is_taken_on_all_servers(servers: Servers) -> None:
     await servers.a.create("arm")
     assert (await servers.b.create("arm"))[0] == 409
     answers = await asyncio.gather(servers.a.create("leg"), servers.b.create("leg"))
@@ -157,12 +157,12 @@ async def test_an_id_is_anothers_everywhere(servers: Servers) -> None:
     assert await servers.a.listed() == {"arm": "ready", "leg": "ready"}
 
 
-async def test_a_session_that_cannot_be_made_leaves_its_id_free(servers: Servers) -> None:
+async def test_failed_creation_leaves_the_id_free(servers: Servers) -> None:
     assert (await servers.a.create("arm", camera_names=["a", "a"]))[0] == 422
     assert (await servers.b.create("arm"))[0] == 200
 
 
-async def test_pages_that_may_not_call_are_refused_and_not_sent_on(servers: Servers) -> None:
+async def test_forbidden_pages_are_refused_and_not_redirected(servers: Servers) -> None:
     await servers.a.create("arm")
     page = {"origin": "http://evil.example"}
     for path in ("/sessions/arm/start", "/sessions/arm/emergency_stop"):
@@ -170,20 +170,20 @@ async def test_pages_that_may_not_call_are_refused_and_not_sent_on(servers: Serv
     assert await servers.a.listed() == {"arm": "ready"}
 
 
-async def test_of_a_session_whose_server_died_it_is_told_how_it_stood(servers: Servers) -> None:
+async def test_session_of_a_dead_server_shows_its_last_status(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.lose(servers.a)
-    status, told = await servers.b.call("GET", "/sessions/arm")
-    assert (status, told["status"], told["stats"]["front"]) == (200, "interrupted", "a")
+    status, reply = await servers.b.call("GET", "/sessions/arm")
+    assert (status, reply["status"], reply["stats"]["front"]) == (200, "interrupted", "a")
     expect_refusal(await servers.b.call("POST", "/sessions/arm/start"), 409, "move_refused", "/sessions/arm/adopt")
-    status, told = await servers.b.call("POST", "/sessions/arm/adopt")
-    assert status == 409, "it answers"
-    assert "answers" in told["detail"]
+    status, reply = await servers.b.call("POST", "/sessions/arm/adopt")
+    assert status == 409, "its server still answers"
+    assert "answers" in reply["detail"]
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
     assert await servers.b.listed() == {}
 
 
-async def test_an_id_claimed_by_a_dead_server_is_no_session(servers: Servers) -> None:
+async def test_id_claimed_by_a_dead_server_is_not_a_session(servers: Servers) -> None:
     new = NewSession("arm", "policies/act", ROOMS)
     await servers.a.front._query(servers.a.front._database, session_table.claim, "a", servers.a.front._process, new)
     await servers.lose(servers.a)
@@ -208,7 +208,7 @@ async def test_sessions_of_two_servers_never_share_a_room(servers: Servers) -> N
     assert sorted(status for status, _ in at_once) == [200, 409]
 
 
-async def test_a_stop_is_done_on_the_session_s_server(servers: Servers) -> None:
+async def test_stop_runs_on_the_server_of_the_session(servers: Servers) -> None:
     await servers.a.create("arm")
     async with servers.b.http.post(
         "/sessions/arm/emergency_stop", json={"reason": "a hand"}, allow_redirects=False
@@ -217,50 +217,48 @@ async def test_a_stop_is_done_on_the_session_s_server(servers: Servers) -> None:
     assert servers.a.app.ctx.sessions.get("arm").latch == "a hand"
     servers.a.front.url = "http://127.0.0.1:1"
     await servers.beat()
-    status, told = await servers.b.call("POST", "/sessions/arm/emergency_stop")
-    assert (status, told["code"]) == (502, "front_lost")
-    assert "127.0.0.1" not in told["detail"]
+    status, reply = await servers.b.call("POST", "/sessions/arm/emergency_stop")
+    assert (status, reply["code"]) == (502, "front_lost")
+    assert "127.0.0.1" not in reply["detail"]
 
 
-async def test_a_stop_reaches_all_servers(servers: Servers) -> None:
+async def test_stop_reaches_all_servers(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.b.create("leg")
-    # From a page, too.
+    # A page may send the request, too.
     own = {"origin": servers.b.url, "cookie": "a=b", "referer": servers.b.url}
-    status, told = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "a hand"}, headers=own)
-    assert (status, told["count"], sorted(told["stopped"])) == (200, 2, ["arm", "leg"])
-    assert told["fronts_not_reached"] == {}
-    status, told = await servers.a.call("GET", "/sessions/arm")
-    assert "a hand" in json.dumps(told)
-    assert told["status"] == "stopped"
-    status, told = await servers.b.call("POST", "/debug/emergency_stop", headers={FORWARDED_HEADER: "a"})
-    assert (status, told["count"]) == (200, 1)
-    assert "fronts_not_reached" not in told, "it is not passed on twice"
+    status, reply = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "a hand"}, headers=own)
+    assert (status, reply["count"], sorted(reply["stopped"])) == (200, 2, ["arm", "leg"])
+    assert reply["fronts_not_reached"] == {}
+    status, reply = await servers.a.call("GET", "/sessions/arm")
+    assert "a hand" in json.dumps(reply)
+    assert reply["status"] == "stopped"
+    status, reply = await servers.b.call("POST", "/debug/emergency_stop", headers={FORWARDED_HEADER: "a"})
+    assert (status, reply["count"]) == (200, 1)
+    assert "fronts_not_reached" not in reply, "a forwarded stop is not forwarded again"
 
 
-async def test_a_stop_names_the_servers_that_it_does_not_reach(servers: Servers) -> None:
+async def test_stop_names_the_servers_that_it_does_not_reach(servers: Servers) -> None:
     await servers.a.create("arm")
     servers.a.front.url = "http://127.0.0.1:1"
     await servers.beat()
-    status, told = await servers.b.call("POST", "/debug/emergency_stop")
-    assert (status, told["count"], list(told["fronts_not_reached"])) == (200, 0, ["a"])
+    status, reply = await servers.b.call("POST", "/debug/emergency_stop")
+    assert (status, reply["count"], list(reply["fronts_not_reached"])) == (200, 0, ["a"])
 
 
-async def test_a_stop_reaches_a_server_that_lost_the_database(servers: Servers) -> None:
+async def test_stop_reaches_a_server_that_lost_the_database(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.a.create("hand")
     await servers.lose(servers.a)
     expect_ok(await servers.b.call("POST", "/sessions/hand/emergency_stop", json={"reason": "one"}))
-    await servers.lose(servers.a)  # it has just told of the stop
-    status, told = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "all"})
-    assert (status, told["count"], told["fronts_not_reached"]) == (200, 2, {})
+    await servers.lose(servers.a)  # It has just confirmed the stop.
+    status, reply = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "all"})
+    assert (status, reply["count"], reply["fronts_not_reached"]) == (200, 2, {})
     stopped = {session.id: session.latch for session in servers.a.app.ctx.sessions.list()}
     assert stopped == {"arm": "all", "hand": "one"}
 
 
-async def test_a_stop_goes_on_when_whoever_asked_does_not_wait(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stop_continues_after_its_client_disconnects(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     await servers.a.create("arm")
     begun, go = asyncio.Event(), asyncio.Event()
     stop = peers._stop_all
@@ -280,7 +278,7 @@ async def test_a_stop_goes_on_when_whoever_asked_does_not_wait(
     await until(lambda: servers.a.own()["arm"] == "stopped")
 
 
-async def test_each_key_sees_its_own_on_all_servers(bare: Servers, keys: tuple[str, dict[str, str]]) -> None:
+async def test_each_key_sees_its_own_sessions_on_all_servers(bare: Servers, keys: tuple[str, dict[str, str]]) -> None:
     file, key = keys
     servers = await bare.begin(file)
     assert (await servers.a.create("arm", key["alice"]))[0] == 200
@@ -292,10 +290,10 @@ async def test_each_key_sees_its_own_on_all_servers(bare: Servers, keys: tuple[s
             assert (await one.call("GET", path))[0] == 401
     assert (await servers.b.call("DELETE", "/sessions/arm", key["bob"]))[0] == 404
     assert (await servers.b.call("POST", "/sessions/arm/stop", key["eve"]))[0] == 403
-    status, told = await servers.b.create("arm", key["bob"])
+    status, reply = await servers.b.create("arm", key["bob"])
     assert status == 409
-    assert "front a" not in told["detail"]
-    # Whoever may do nothing else may stop what they see move.
+    assert "front a" not in reply["detail"]
+    # A key without other rights may stop each session that it sees.
     assert (await servers.b.call("POST", "/sessions/arm/emergency_stop", key["eve"]))[0] == 200
     await servers.lose(servers.a)
     for who, status in (("alice", 200), ("bob", 404), ("eve", 404)):
@@ -307,7 +305,7 @@ async def test_each_key_sees_its_own_on_all_servers(bare: Servers, keys: tuple[s
     assert servers.b.app.ctx.sessions.get("arm").is_latched
 
 
-async def test_a_returning_server_gives_up_an_adopted_session(servers: Servers) -> None:
+async def test_returning_server_gives_up_an_adopted_session(servers: Servers) -> None:
     for session_id in ("arm", "leg"):
         await servers.a.create(session_id)
     await servers.lose(servers.a)
@@ -324,34 +322,35 @@ async def test_a_returning_server_gives_up_an_adopted_session(servers: Servers) 
     assert servers.database.sql("SELECT id, front FROM robojax_sessions ORDER BY id") == [["arm", "b"], ["leg", "a"]]
 
 
-async def test_an_adoption_whose_answer_is_lost_is_made_good(servers: Servers) -> None:
+async def test_adoption_with_a_lost_response_is_completed(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.lose(servers.a)
     owning = await servers.b.front._query(servers.b.front._database, session_table.find_front, "a")
+    # The response is lost.
     await servers.b.front._query(
         servers.b.front._database, session_table.adopt, "b", servers.b.front._process, "arm", owning
-    )  # and no answer
+    )
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert await servers.b.listed() == {"arm": "interrupted"}
 
 
-async def test_a_server_that_lost_its_disk_gets_its_sessions_back(servers: Servers) -> None:
+async def test_server_that_lost_its_disk_gets_its_sessions_back(servers: Servers) -> None:
     await servers.a.create("arm")
     servers.a.app.ctx.sessions._sessions.clear()
     await servers.a.front._beat()
     assert servers.a.own() == {"arm": "interrupted"}
 
 
-async def test_a_silent_loopback_address_of_another_machine_proves_nothing(servers: Servers) -> None:
+async def test_silent_loopback_address_of_another_machine_is_ignored(servers: Servers) -> None:
     await servers.a.create("arm")
     servers.a.front._machine = "another machine"
-    servers.a.front.url = servers.b.url  # what is at this address here is another server
+    servers.a.front.url = servers.b.url  # Another server uses this address.
     await servers.a.front._beat()
     await servers.lose(servers.a)
     expect_refusal(await servers.b.call("POST", "/sessions/arm/adopt"), 409, "move_refused", "front_url")
 
 
-async def test_one_whose_address_another_server_has_now_is_dead(servers: Servers) -> None:
+async def test_server_is_dead_if_another_server_has_its_address(servers: Servers) -> None:
     await servers.a.create("arm")
     servers.a.front.url = servers.b.url
     await servers.a.front._beat()
@@ -359,7 +358,7 @@ async def test_one_whose_address_another_server_has_now_is_dead(servers: Servers
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
 
 
-async def test_what_ended_in_order_is_adopted_at_once_with_its_stop(servers: Servers) -> None:
+async def test_session_of_an_ended_server_is_adopted_with_its_stop(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.a.app.ctx.sessions.emergency_stop("a hand")
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 409
@@ -367,15 +366,15 @@ async def test_what_ended_in_order_is_adopted_at_once_with_its_stop(servers: Ser
     await servers.a.front.close()
     await servers.b.front._beat()
     servers.forget_places(servers.b)
-    assert servers.b.front.silent == [], "its robots are held"
-    told = (await servers.b.call("GET", "/sessions/arm"))[1]
-    assert (told["status"], told["error_message"]) == ("interrupted", "the front a ended in order; it was stopped")
-    # Its address answers still.
+    assert servers.b.front.silent == [], "its robots must be held"
+    reply = (await servers.b.call("GET", "/sessions/arm"))[1]
+    assert (reply["status"], reply["error_message"]) == ("interrupted", "the front a ended in order; it was stopped")
+    # Its address still answers.
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert servers.b.app.ctx.sessions.get("arm").latch == "a hand"
 
 
-async def test_a_record_that_cannot_be_read_keeps_no_server_from_starting(servers: Servers) -> None:
+async def test_unreadable_record_does_not_prevent_a_start(servers: Servers) -> None:
     await servers.a.create("arm")
     servers.database.sql(
         """INSERT INTO robojax_sessions VALUES ('leg', 'a', 'null', '{}', '{"status": "running"}', NULL)"""
@@ -388,11 +387,17 @@ async def test_a_record_that_cannot_be_read_keeps_no_server_from_starting(server
     assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
 
 
-async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_second_server_with_the_same_name_does_not_start(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await servers.a.create("arm")
     monkeypatch.setattr(peers, "LEASE", 0.0)
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
-    for url in (servers.b.url, servers.a.front.url):  # another address: a is asked; the same one: its heartbeat tells
+    # Another address: it asks server a. The same address: it reads the heartbeat.
+    for url in (
+        servers.b.url,
+        servers.a.front.url,
+    ):
         await servers.a.front._beat()
         twin = servers.another("a", url, servers.b)
         with pytest.raises(FrontNameTaken, match=r"another server has the name a.*--front-name"):
@@ -406,12 +411,10 @@ async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monk
         await twin.open()
 
 
-async def test_a_server_that_is_started_again_waits_for_its_name(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_restarted_server_waits_for_its_name(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
-    monkeypatch.setattr(peers, "LEASE", 60.0)  # for as long it waits
-    again = servers.another("a", servers.a.front.url, servers.b)  # as after a kill: nothing was said
+    monkeypatch.setattr(peers, "LEASE", 60.0)  # It waits for this long.
+    again = servers.another("a", servers.a.front.url, servers.b)  # As after a kill without a goodbye.
     await servers.a.front._beat()
     starting = asyncio.create_task(again.open())
     await asyncio.sleep(0.1)
@@ -421,7 +424,7 @@ async def test_a_server_that_is_started_again_waits_for_its_name(
     await again.close()
 
 
-async def test_a_server_whose_name_was_taken_gives_up_what_it_had(
+async def test_server_whose_name_was_taken_gives_up_its_sessions(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
     await servers.a.create("arm")
@@ -437,7 +440,7 @@ async def test_a_server_whose_name_was_taken_gives_up_what_it_had(
     expect_refusal(await servers.a.create("leg"), 503, "front_name_taken")
 
 
-async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers: Servers) -> None:
+async def test_emergency_stop_follows_a_deleted_id_to_another_server(servers: Servers) -> None:
     for session_id in ("arm", "leg"):
         await servers.a.create(session_id)
         place = f"/sessions/{session_id}/emergency_stop"
@@ -446,14 +449,14 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
     assert (await servers.b.create("arm"))[0] == 200
     assert await servers.a.listed() == {"arm": "stopped"}
     expect_refusal(await servers.b.call("POST", "/sessions/arm/start"), 409, "move_refused", "hand")
-    status, told = await servers.a.call("POST", "/debug/sessions/arm/reset")
-    assert (status, told["session_id"]) == (200, "arm")
-    # One whose session is nowhere is reset anywhere, once.
+    status, reply = await servers.a.call("POST", "/debug/sessions/arm/reset")
+    assert (status, reply["session_id"]) == (200, "arm")
+    # A latch without a session can be reset on any server, once.
     assert (await servers.b.call("POST", "/debug/sessions/leg/reset"))[0] == 200
     assert (await servers.b.call("POST", "/debug/sessions/leg/reset"))[0] == 404
     assert (await servers.b.create("leg"))[0] == 200
     assert (await servers.b.listed())["leg"] == "ready"
-    # What was reset elsewhere is not latched where it was before: neither adopted nor made anew.
+    # A latch that was reset elsewhere does not return, neither by adoption nor by a new session.
     await servers.lose(servers.b)
     assert (await servers.a.call("POST", "/sessions/leg/adopt", json={"force": True}))[0] == 200
     assert not servers.a.app.ctx.sessions.get("leg").is_latched
@@ -473,7 +476,7 @@ def sending(number: signal.Signals) -> Callable[[PostgresServer], None]:
     [(PostgresServer.stop, PostgresServer.start), (sending(signal.SIGSTOP), sending(signal.SIGCONT))],
     ids=["database ended", "database frozen"],
 )
-async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
+async def test_sessions_continue_without_database_and_sync_later(
     servers: Servers,
     monkeypatch: pytest.MonkeyPatch,
     take_away: Callable[[PostgresServer], None],
@@ -495,9 +498,9 @@ async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
             assert [one["session_id"] for one in await found.json()] == ["arm", "hand", "old", "older"]
             assert "database" in found.headers["x-robojax-incomplete"]
         expect_refusal(await servers.a.create("new"), 503, "not_kept")
-        status, told = await servers.a.call("POST", "/sessions/hand/emergency_stop", json={"reason": "a hand"})
-        assert (status, told["stopped"]) == (200, ["hand"])
-        assert "other servers do not know" in told["warning"]
+        status, reply = await servers.a.call("POST", "/sessions/hand/emergency_stop", json={"reason": "a hand"})
+        assert (status, reply["stopped"]) == (200, ["hand"])
+        assert "other servers do not know" in reply["warning"]
         assert (await servers.a.call("POST", "/debug/sessions/old/reset"))[0] == 200
         assert (await servers.a.call("DELETE", "/sessions/older"))[0] == 200
         assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == peers.NO_DATABASE
@@ -508,7 +511,7 @@ async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
     await servers.beat()
     assert await servers.b.listed() == {"leg": "ready", "arm": "ready", "hand": "stopped", "old": "stopped"}
     assert [one[0] for one in servers.database.sql("SELECT id FROM robojax_latches")] == ["hand"]
-    servers.a.front.trouble = None  # its next beat finds that
+    servers.a.front.trouble = None  # Its next heartbeat finds the database again.
     assert (await servers.a.create("new"))[0] == 200
 
 
@@ -520,7 +523,7 @@ async def test_without_database_own_sessions_go_on_and_it_is_updated_later(
         ("/debug/emergency_stop", "eve", "a hand"),
     ],
 )
-async def test_a_stop_through_another_server_needs_no_database(
+async def test_stop_through_another_server_needs_no_database(
     bare: Servers,
     keys: tuple[str, dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -537,7 +540,7 @@ async def test_a_stop_through_another_server_needs_no_database(
         monkeypatch.setattr(module, name, 0.1)
     await asyncio.to_thread(servers.database.signal_all, signal.SIGSTOP)
     try:
-        # An id is only an id: it does not lead to another route of the other server.
+        # The id must not lead to another route of the other server.
         assert (await servers.b.call("POST", "/sessions/..%2Fdebug/emergency_stop", keys[1][by]))[0] == 503
         assert servers.a.app.ctx.sessions.get("arm").latch is None
         began = time.monotonic()
@@ -562,7 +565,7 @@ async def test_a_stop_through_another_server_needs_no_database(
     assert (await servers.b.listed(keys[1]["alice"]))["arm"] == "stopped"
 
 
-async def test_a_deletion_that_the_database_was_not_told_of_outlives_a_kill(
+async def test_deletion_unknown_to_the_database_survives_a_kill(
     bare: Servers, database: PostgresServer, tmp_path: Path
 ) -> None:
     for is_second in (False, True):
@@ -575,15 +578,13 @@ async def test_a_deletion_that_the_database_was_not_told_of_outlives_a_kill(
                 return
             for session_id in ("arm", "leg"):
                 assert (await one.create(session_id))[0] == 200
-            one.front.trouble = "away"  # it is told nothing of what comes
+            one.front.trouble = "away"  # The database does not receive the next changes.
             assert (await one.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
             assert (await one.call("DELETE", "/sessions/arm"))[0] == 200
             assert len(database.sql("SELECT id FROM robojax_sessions")) == 2
 
 
-async def test_the_client_follows_to_the_server_that_a_session_is_on(
-    bare: Servers, keys: tuple[str, dict[str, str]]
-) -> None:
+async def test_client_follows_a_session_to_its_server(bare: Servers, keys: tuple[str, dict[str, str]]) -> None:
     servers = await bare.begin(keys[0])
     async with AsyncClient(servers.a.url, key=keys[1]["alice"]) as first:
         await first.create("arm", "policies/act", camera_names=("front",), rate=50.0)
@@ -596,7 +597,7 @@ async def test_the_client_follows_to_the_server_that_a_session_is_on(
         await session.emergency_stop("a hand")
         await session.reset()
         assert await asyncio.to_thread(ask_without_a_loop, servers.b.url, keys[1]["alice"]) == "stopped"
-        # It is another one's meanwhile: what was remembered is forgotten.
+        # The session moved to another server, so the client must forget its address.
         servers.a.app.ctx.sessions.begin_close()
         await servers.a.front.close()
         await servers.beat_of(servers.b)
@@ -614,12 +615,12 @@ def ask_without_a_loop(url: str, key: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["an address that is not of the database", "another path"])
-async def test_a_key_is_sent_to_listed_servers_only(servers: Servers, where: str) -> None:
-    heard: list[str] = []
+async def test_key_is_sent_to_listed_servers_only(servers: Servers, where: str) -> None:
+    paths: list[str] = []
 
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        heard.append(head.split()[1])
+        paths.append(head.split()[1])
         path = "/sessions/arm" if where.startswith("an address") else "/elsewhere"
         body = b'{"code": "on_another_server", "detail": "it is elsewhere"}'
         status = f"307 Temporary Redirect\r\nLocation: {servers.b.url}{path}"
@@ -631,16 +632,16 @@ async def test_a_key_is_sent_to_listed_servers_only(servers: Servers, where: str
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         writer.close()
 
-    async with await asyncio.start_server(hear, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(record, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with AsyncClient(url, key="rjk_secret") as client:
             with pytest.raises(RequestRefused, match="it is elsewhere") as refused:
                 await client.session("arm").delete()
     assert refused.value.status == 307
-    assert heard == ["/sessions/arm"] if where == "another path" else ["/sessions/arm", "/cluster"]
+    assert paths == ["/sessions/arm"] if where == "another path" else ["/sessions/arm", "/cluster"]
 
 
-async def test_a_robot_in_rooms_learns_of_a_stop_on_another_server(servers: Servers) -> None:
+async def test_robot_in_rooms_receives_a_stop_on_another_server(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.a.call("POST", "/sessions/arm/emergency_stop", json={"reason": "a hand"})
     async with http_session() as http:
@@ -660,7 +661,7 @@ async def test_a_robot_in_rooms_learns_of_a_stop_on_another_server(servers: Serv
         ("ALTER ROLE robojax_poor NOLOGIN", "not permitted to log in"),
     ],
 )
-async def test_a_database_that_cannot_be_used_is_said_at_once(
+async def test_unusable_database_is_reported_at_once(
     bare: Servers, database: PostgresServer, tmp_path: Path, change: str, says: str
 ) -> None:
     database.sql("DROP ROLE IF EXISTS robojax_poor; CREATE ROLE robojax_poor LOGIN")
@@ -679,14 +680,14 @@ async def test_a_database_that_cannot_be_used_is_said_at_once(
     assert "secret" not in str(refused.value)
 
 
-async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deletion_during_an_update_is_written_next(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     for session_id in ("arm", "leg"):
         await servers.a.create(session_id)
     entry, sessions = servers.a.front._entry, servers.a.app.ctx.sessions
 
     def slow(session: Any) -> Any:
         found = entry(session)
-        if session.id == "leg":  # the first of them is gone before the others are looked at
+        if session.id == "leg":  # The first session ends before the others are read.
             monkeypatch.setattr(servers.a.front, "_entry", entry)
             session.begin_close()
             sessions._journal.delete(session)
@@ -699,7 +700,7 @@ async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, mo
     assert servers.a.own() == {"arm": "ready"}
 
 
-async def test_after_kills_nothing_is_lost_owned_twice_or_moves(tmp_path: Path, database: PostgresServer) -> None:
+async def test_after_kills_no_session_is_lost_shared_or_moving(tmp_path: Path, database: PostgresServer) -> None:
     found = await database_kills.campaign(tmp_path, 4, 5, database)
     assert {fault: found[fault] for fault in database_kills.FAULTS} == dict.fromkeys(database_kills.FAULTS, 0), found[
         "notes"

@@ -1,4 +1,4 @@
-"""The server as it is without any settings, and with some."""
+"""The server without any settings, and with some."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A few hundred of what ``benchmarks/hostile_requests.py`` sends by the thousand, and what confuses servers."""
+"""A few hundred of the requests of ``benchmarks/hostile_requests.py``, and requests that confuse servers."""
 
 import asyncio
 import importlib.util
@@ -61,11 +61,11 @@ def get(target: bytes, headers: bytes = b"Host: 127.0.0.1\r\n") -> bytes:
 
 JSON, CHUNKED = "Content-Type: application/json", "Transfer-Encoding: chunked"
 SIZES = ("0x2", "+2", "-2", " 2", "2_0", "", "2 x", "2\t\x0b", "\u0662", "2;" + "a" * 80, "2;\rb", "0" * 17)
-# Requests that get 400 and end the connection, because what follows could be read as another request.
+# These requests get 400 and end the connection, because their rest could be read as another request.
 REFUSED = {
     "no HTTP": b"GARBAGE\r\n\r\n",
     "HTTP/2 in words": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a length that is no number": post("Content-Length: 0x10", body=b"{}"),
+    "a length without digits": post("Content-Length: 0x10", body=b"{}"),
     "a negative length": post("Content-Length: -1"),
     "two lengths": post("Content-Length: 2", "Content-Length: 5", body=b"{}xyz"),
     "the same length twice": post("Content-Length: 2", "Content-Length: 2", body=b"{}"),
@@ -82,14 +82,14 @@ REFUSED = {
         b"Host: 127.0.0.1\r\nUpgrade: websocket\r\n"
         b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: \xc3\xbc\r\n",
     ),
-    "a URL that is no path": get(b"HTTP/0.9/sessions"),
+    "a URL without a slash": get(b"HTTP/0.9/sessions"),
     "a URL of another host": get(b"http://169.254.169.254/"),
     "a URL with a user": get(b"http://127.0.0.1@evil/health"),
     "a URL of another kind": get(b"file:///etc/passwd"),
     "a fragment": get(b"/health#/sessions"),
     "a tab in the target": get(b"/health\t/x"),
     "two spaces": get(b" /health"),
-    "a method that is no word": b"GE(T /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "a method with a bracket": b"GE(T /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "no host": get(b"/health", b""),
     "two hosts": get(b"/health", b"Host: 127.0.0.1\r\nHost: evil.example\r\n"),
     "the same host twice": get(b"/health", b"Host: 127.0.0.1\r\nhost: 127.0.0.1\r\n"),
@@ -104,17 +104,17 @@ REFUSED = {
         f"the coding {coding!r}": post(f"Transfer-Encoding: {coding}", body=b"2\r\n{}\r\n0\r\n\r\n")
         for coding in ("chunked, chunked", "xchunked", "identity", "gzip, chunked", "chunked;q=1", "")
     },
-    "chunks of long ago": post(JSON, CHUNKED, body=b"2\r\n{}\r\n0\r\n\r\n").replace(b"/1.1", b"/1.0", 1),
+    "chunks in HTTP/1.0": post(JSON, CHUNKED, body=b"2\r\n{}\r\n0\r\n\r\n").replace(b"/1.1", b"/1.0", 1),
     **{f"a chunk of {size!r}": post(JSON, CHUNKED, body=size.encode() + b"\r\n{}\r\n0\r\n\r\n") for size in SIZES},
-    "a chunk that goes on": post(JSON, CHUNKED, body=b"2\r\n{}xx0\r\n\r\nGET / HTTP/1.1\r\n\r\n"),
+    "a chunk longer than its size": post(JSON, CHUNKED, body=b"2\r\n{}xx0\r\n\r\nGET / HTTP/1.1\r\n\r\n"),
     "a trailer": post(JSON, CHUNKED, body=b"2\r\n{}\r\n0\r\nHost: b\r\n\r\n"),
     "a tunnel": b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
 }
-# The request, its status, and whether the connection ends with the answer.
+# The request, its status, and whether the response ends the connection.
 ATTACKS = {name: (request, 400, True) for name, request in REFUSED.items()} | {
     "a head over 8 KiB": (get(b"/health", b"Host: 127.0.0.1\r\nX: " + b"a" * 9000 + b"\r\n"), 413, True),
     "a body that is announced too large": (post("Content-Length: 99999999999"), 413, True),
-    "an expectation nobody knows": (post("Expect: miracles", "Content-Length: 2", body=b"{}"), 417, True),
+    "an unknown expectation": (post("Expect: miracles", "Content-Length: 2", body=b"{}"), 417, True),
     "200,000 nested lists": (post(JSON, "Content-Length: 200000", body=b"[" * 200_000), 422, False),
     "200,000 nested objects": (post(JSON, "Content-Length: 1000000", body=b'{"a":' * 200_000), 422, False),
     "a number of a million digits": (post(JSON, "Content-Length: 1000000", body=b"1" * 1_000_000), 422, False),
@@ -123,14 +123,14 @@ ATTACKS = {name: (request, 400, True) for name, request in REFUSED.items()} | {
     "a way out of the page's folder": (get(b"/ui/..%2f..%2fapp.py"), 404, False),
     "a URL of the same host": (get(b"http://127.0.0.1/health"), 200, False),
     "an echo": (b"TRACE /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 405, False),
-    "no host, as long ago": (b"GET /health HTTP/1.0\r\n\r\n", 200, True),
+    "no host in HTTP/1.0": (b"GET /health HTTP/1.0\r\n\r\n", 200, True),
     "an extension of a chunk": (post(JSON, CHUNKED, body=b'2;a="b";c\r\n{}\r\n0;d\r\n\r\n'), 422, False),
 }
 
 
 @pytest.fixture(scope="module")
 def attacks():
-    """All attacks on one server, one after the other: none leaves it in a state that the next would see."""
+    """Return the results of all attacks, sent to one server one after the other."""
 
     async def run():
         found = {}
@@ -153,21 +153,21 @@ def attacks():
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_what_confuses_servers_has_one_answer(attacks, name):
+def test_ambiguous_requests_have_one_response(attacks, name):
     assert attacks[name] == ATTACKS[name][1:]
 
 
-async def test_chunks_without_an_end_are_cut_at_the_limit_of_a_body():
+async def test_endless_chunks_are_cut_at_the_body_limit():
     async with server() as (_, _, address):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(post("Transfer-Encoding: chunked"))
         sent = 0
-        with pytest.raises(ConnectionError):  # noqa: PT012 - whichever write it is
+        with pytest.raises(ConnectionError):  # noqa: PT012 - any of the writes may fail
             while sent < 64 << 20:
                 writer.write(b"10000\r\n" + b"a" * 65536 + b"\r\n")
                 await writer.drain()
                 sent += 65536
                 if reader.at_eof():
                     raise ConnectionResetError
-        assert sent < 16 << 20  # a megabyte is taken, the rest was on its way
+        assert sent < 16 << 20  # The server accepts a megabyte; the rest was in transit.
         writer.close()

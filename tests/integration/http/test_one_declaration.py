@@ -1,4 +1,4 @@
-"""A field of the session API and a way to join chunks are added in one file: to a copy of the service, and it works."""
+"""A field of the session API and an aggregation of chunks need one added line, tried in a copy of the service."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import service
 
 PACKAGE = Path(service.__file__).parent
 ROOT = PACKAGE.parent
-# Runs in the copy. The record is read again as the next start of a server reads it.
+# This runs in the copy. It reads the record as the next start of a server does.
 SERVE = """
 import asyncio, json, sys
 from service.sessions.records import from_json
@@ -19,10 +19,10 @@ from tests.testing.rig import started
 async def main(sent, refused):
     async with started() as server:
         for name, value in refused.items():
-            status, told = await server.create(**{name: value})
-            assert (status, told["detail"][0]["loc"]) == (422, ["body", name]), told
-        status, told = await server.create(**sent)
-        assert status == 200, told
+            status, reply = await server.create(**{name: value})
+            assert (status, reply["detail"][0]["loc"]) == (422, ["body", name]), reply
+        status, reply = await server.create(**sent)
+        assert status == 200, reply
         sessions = server.app.ctx.sessions
         record = from_json(sessions.get_record("arm").as_json())
         assert {name: getattr(record.new, name) for name in sent} == sent
@@ -34,7 +34,7 @@ async def main(sent, refused):
 
 asyncio.run(main(*map(json.loads, sys.argv[1:])))
 """
-# The file, the line that is there, and the line that is added before it.
+# The file, an existing line, and the line to add before it.
 ADDED = [
     (
         "sessions/request.py",
@@ -50,8 +50,8 @@ ADDED = [
 SENT, REFUSED = {"label": "left arm", "overlap": "careful"}, {"label": "the left arm", "overlap": "careless"}
 
 
-def test_one_line_reaches_body_session_record_and_documents(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "service")  # with the bytecode, which stays valid as the times are copied
+def test_one_line_adds_a_field_to_body_record_and_documents(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "service")  # The bytecode stays valid, because modification times are copied.
     for other in ("hooks", "jaxmodels", "robojax", "tests"):
         (tmp_path / other).symlink_to(ROOT / other)
     for module, line, added in ADDED:

@@ -14,7 +14,7 @@ from service.settings import Settings
 GOLDEN = Path(__file__).parent / "openapi.golden.json"
 
 
-def test_the_specified_document_is_the_golden_one():
+def test_specified_document_equals_the_golden_document():
     assert json.loads(json.dumps(specified_document(ROUTES))) == json.loads(GOLDEN.read_text())
 
 
@@ -23,13 +23,13 @@ def test_both_documents_are_valid(document):
     OpenAPIV31SpecValidator(json.loads(json.dumps(document))).validate()
 
 
-def test_the_full_document_has_exactly_the_routes_of_the_app():
+def test_full_document_has_exactly_the_routes_of_the_app():
     app = create_app(Settings.from_values(embedded_transport=False))
     served = {
         (method, "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", route.path))
         for route in app.router.routes
         for method in route.methods - {"HEAD", "OPTIONS"}
-        # What webhooks are sent to, and its page, are the Hub's interface and not this API's.
+        # The endpoints of webhooks belong to the Hub's interface and not to this API.
         if not (route.path + "/").startswith("webhooks/")
         # OpenAPI cannot describe WebSockets.
         and not route.extra.websocket
@@ -41,7 +41,7 @@ def test_the_full_document_has_exactly_the_routes_of_the_app():
     assert served == documented | under_api
 
 
-def test_the_full_document_is_a_superset():
+def test_full_document_is_a_superset():
     specified, full = specified_document(ROUTES), full_document(ROUTES)
     for path, operations in specified["paths"].items():
         for method, operation in operations.items():
@@ -53,7 +53,7 @@ def test_the_full_document_is_a_superset():
     assert more["required"] == request["required"]
 
 
-async def test_the_full_document_has_the_limits_of_the_settings(serve):
+async def test_full_document_has_the_limits_of_the_settings(serve):
     async with serve(max_rate=90, max_cameras=2) as server:
         _, document = await server.call("GET", "/openapi-full.json")
     fields = document["components"]["schemas"]["NewSessionRequest"]["properties"]
@@ -61,12 +61,12 @@ async def test_the_full_document_has_the_limits_of_the_settings(serve):
     assert fields["camera_names"]["maxItems"] == 2
 
 
-async def test_the_documents_are_served(server):
+async def test_documents_are_served(server):
     assert (await server.call("GET", "/openapi.json"))[1] == json.loads(GOLDEN.read_text())
     assert (await server.call("GET", "/api/openapi-full.json"))[0] == 200
 
 
-async def test_the_page_runs_only_its_own_script(server):
+async def test_page_runs_only_its_own_script(server):
     async with server.http.get("/docs") as answer:
         page, policy = await answer.text(), answer.headers["content-security-policy"]
     assert "http://" not in page

@@ -1,4 +1,4 @@
-"""What the guide for operators names is there: settings, figures, labels, stages, routes."""
+"""The settings, metrics, labels, stages and routes of the operator's guide exist."""
 
 import re
 import tomllib
@@ -15,14 +15,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_settings_file_is_one() -> None:
+def test_settings_file_of_the_guide_is_valid() -> None:
     (text,) = blocks("toml")
     found = tomllib.loads(text)
     settings = Settings.from_values(**found)
     assert (settings.webhooks.state, settings.logging.log_format) == ("/var/lib/robojax", "json")
 
 
-async def test_the_alarms_are_of_figures_that_there_are(server) -> None:
+async def test_alarms_of_the_guide_use_existing_metrics(server) -> None:
     async with server.http.get("/metrics") as answer:
         text = await answer.text()
     families = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
@@ -33,13 +33,13 @@ async def test_the_alarms_are_of_figures_that_there_are(server) -> None:
     assert set(stages.split("|")) <= {str(stage) for stage in Stage}
 
 
-def test_the_routes_are_there() -> None:
+def test_routes_of_the_guide_exist() -> None:
     routes = {f"{route.method} {route.path}" for route in ROUTES}
     for method, path in re.findall(r"`(GET|DELETE|POST) (/\S+?)`", GUIDE):
         assert f"{method} {path}" in routes
 
 
-def test_the_commands_are_there() -> None:
+def test_commands_of_the_guide_exist() -> None:
     from robojax.cli.app import Commands
 
     names = set(Commands(name="robojax").list_commands(None))  # pyright: ignore[reportArgumentType]

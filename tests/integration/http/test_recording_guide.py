@@ -1,4 +1,4 @@
-"""Every command of the guide about recordings runs as it stands, beside a server."""
+"""Each command of the recording guide runs unchanged against a server."""
 
 import asyncio
 import inspect
@@ -28,24 +28,24 @@ USUAL = "http://127.0.0.1:8001"
 
 async def curl(line: str) -> str:
     process = await asyncio.create_subprocess_exec("bash", "-euc", line, stdout=PIPE, stderr=PIPE)
-    said, complaints = await process.communicate()
-    assert process.returncode == 0, f"{line}\n{said.decode()}\n{complaints.decode()}"
-    return said.decode()
+    output, complaints = await process.communicate()
+    assert process.returncode == 0, f"{line}\n{output.decode()}\n{complaints.decode()}"
+    return output.decode()
 
 
 def robojax(line: str) -> str:
-    """In this process: JAX is imported, and the policy compiled, only once."""
+    """Run the command in this process, so that JAX is imported and the policy compiled only once."""
     _, name, *arguments = shlex.split(line)
-    said = io.StringIO()
-    with redirect_stdout(said):
+    output = io.StringIO()
+    with redirect_stdout(output):
         code = Commands(name="robojax").get_command(None, name).main(arguments, standalone_mode=False)
-    assert not code, f"{line}\n{said.getvalue()}"
-    return said.getvalue()
+    assert not code, f"{line}\n{output.getvalue()}"
+    return output.getvalue()
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the guide's commands want curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the commands of the guide need curl")
 @pytest.mark.usefixtures("quick_compilation")
-async def test_the_commands_run(serve, tmp_path, monkeypatch):
+async def test_commands_of_the_guide_run(serve, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     folder = tmp_path / "recordings"
@@ -57,20 +57,20 @@ async def test_the_commands_run(serve, tmp_path, monkeypatch):
     assert recorder.join(10)
     lines = [re.sub(r"\s+#.*", "", line) for text in BLOCK.findall(GUIDE.read_text()) for line in text.splitlines()]
     lines = [line for line in lines if not line.startswith("pip install")]
-    # Simulating takes half a minute: here only that the demo has the options.
+    # A simulation takes half a minute, so this only checks that the demo has the options.
     (demo,) = (line for line in lines if line.startswith("robojax demo"))
     assert {"episodes", "record"} <= set(inspect.signature(sim.demo).parameters)
-    said = {}
+    output = {}
     async with serve(recordings=str(folder), recording_free=0, recording_datasets=False) as server:
         monkeypatch.setenv("ROBOJAX_PORT", str(server.address[1]))
         await server.create("arm")
         server.transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
         for line in lines:
             if line.startswith("curl"):
-                said[line] = await curl(line.replace(USUAL, server.url))
+                output[line] = await curl(line.replace(USUAL, server.url))
             elif line != demo:
-                said[line] = await asyncio.to_thread(robojax, line)
-    on, _, stats, _, off, listed, info, export, table, played = said.values()
+                output[line] = await asyncio.to_thread(robojax, line)
+    on, _, stats, _, off, listed, info, export, table, played = output.values()
     assert json.loads(on)["recording"]["state"] == "on"
     assert json.loads(stats)["stats"]["recording"]["file"].startswith("arm-")
     assert json.loads(off)["recording"]["state"] == "off"

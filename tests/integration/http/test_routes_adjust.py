@@ -1,12 +1,12 @@
-"""PATCH /sessions/{id}, and the same fields of POST /sessions."""
+"""PATCH /sessions/{id}, and the same fields in POST /sessions."""
 
 from tests.testing.rig import Server
 
 
-async def test_a_session_is_adjusted_and_says_what_holds(server: Server) -> None:
+async def test_session_is_adjusted_and_returns_its_values(server: Server) -> None:
     await server.create(overlap="average", ask_ahead=0.25)
-    status, told = await server.call("PATCH", "/sessions/arm", json={"overlap": "ensemble", "ask_ahead": None})
-    assert (status, told) == (
+    status, reply = await server.call("PATCH", "/sessions/arm", json={"overlap": "ensemble", "ask_ahead": None})
+    assert (status, reply) == (
         200,
         {
             "message": "Session arm adjusted",
@@ -24,10 +24,10 @@ async def test_a_session_is_adjusted_and_says_what_holds(server: Server) -> None
     assert found["stats"].items() >= {"overlap": "ensemble", "action_steps": 1}.items()
 
 
-async def test_what_cannot_be_says_where_and_what_can(server: Server) -> None:
+async def test_invalid_adjustment_names_the_field_and_possible_values(server: Server) -> None:
     assert (await server.call("PATCH", "/sessions/arm", json={"overlap": "average"}))[0] == 404
     await server.create()
-    for body, place, said in (
+    for body, place, message in (
         ({"overlap": "rtc"}, "overlap", "possible with this policy: 'replace', 'weighted_average'"),
         ({"overlap": "fastest"}, "overlap", "Input should be 'replace', 'weighted_average'"),
         ({"action_steps": 21}, "action_steps", "wanted 1 to 20"),
@@ -38,17 +38,17 @@ async def test_what_cannot_be_says_where_and_what_can(server: Server) -> None:
         ({"overlapp": "average"}, "overlapp", "did you mean 'overlap'?"),
         ({}, None, "At least one of"),
     ):
-        status, told = await server.call("PATCH", "/sessions/arm", json=body)
+        status, reply = await server.call("PATCH", "/sessions/arm", json=body)
         assert status == 422, body
-        [entry] = told["detail"]
+        [entry] = reply["detail"]
         assert entry["loc"] == ["body", place][: 1 if place is None else 2]
-        assert said in entry["msg"]
+        assert message in entry["msg"]
 
 
-async def test_a_session_that_cannot_be_had_is_refused_at_its_making(server: Server) -> None:
-    status, told = await server.create(overlap="rtc")
+async def test_impossible_session_is_refused_at_its_creation(server: Server) -> None:
+    status, reply = await server.create(overlap="rtc")
     assert status == 422
-    assert told["detail"][0]["loc"] == ["body", "overlap"]
-    assert "'conservative'" in told["detail"][0]["msg"], "and what can be had is named"
-    # Like every one that could not be made ready.
+    assert reply["detail"][0]["loc"] == ["body", "overlap"]
+    assert "'conservative'" in reply["detail"][0]["msg"], "the message must name the possible values"
+    # Any failed creation ends in this status.
     assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "error"

@@ -9,22 +9,22 @@ import pytest
 from service.engines.engine_set import EngineSet
 
 
-async def test_the_root_says_that_the_server_runs(server):
-    status, told = await server.call("GET", "/")
-    assert (status, set(told), told["status"]) == (200, {"message", "status"}, "healthy")
+async def test_root_reports_a_running_server(server):
+    status, reply = await server.call("GET", "/")
+    assert (status, set(reply), reply["status"]) == (200, {"message", "status"}, "healthy")
 
 
-async def test_health_tells_sessions_device_versions_and_uptime(server):
-    status, told = await server.call("GET", "/health")
-    assert (status, told["status"], told["active_sessions"], told["session_ids"]) == (200, "healthy", 0, [])
-    assert told["device"] is None
-    assert told["server_running"] is True
-    assert {"python", "robojax", "jax", "sanic"} <= set(told["versions"])
-    assert 0 <= told["uptime"] < 60
+async def test_health_has_sessions_device_versions_and_uptime(server):
+    status, reply = await server.call("GET", "/health")
+    assert (status, reply["status"], reply["active_sessions"], reply["session_ids"]) == (200, "healthy", 0, [])
+    assert reply["device"] is None
+    assert reply["server_running"] is True
+    assert {"python", "robojax", "jax", "sanic"} <= set(reply["versions"])
+    assert 0 <= reply["uptime"] < 60
     await server.create()
-    _, told = await server.call("GET", "/health")
-    assert (told["active_sessions"], told["session_ids"], told["device"]) == (1, ["arm"], "scripted:0")
-    (device,) = told["engine"]["devices"]
+    _, reply = await server.call("GET", "/health")
+    assert (reply["active_sessions"], reply["session_ids"], reply["device"]) == (1, ["arm"], "scripted:0")
+    (device,) = reply["engine"]["devices"]
     assert (device["device"], device["waiting"], device["batches"]) == ("scripted:0", 0, {})
     async with server.http.get("/metrics") as answer:
         assert 'robojax_device_load{device="scripted:0",lane="0"} 0.0' in await answer.text()
@@ -43,52 +43,52 @@ STOP_BODIES = {
 }
 
 
-async def test_an_emergency_stop_happens_whatever_its_body_is(server):
+async def test_emergency_stop_accepts_any_body(server):
     await server.create()
     for body, reason in STOP_BODIES.items():
         assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
-        status, told = await server.call("POST", "/debug/emergency_stop", data=body)
-        assert (status, told["stopped"]) == (200, ["arm"])
+        status, reply = await server.call("POST", "/debug/emergency_stop", data=body)
+        assert (status, reply["stopped"]) == (200, ["arm"])
         _, listed = await server.call("GET", "/sessions/arm")
         assert (listed["status"], listed["error_message"]) == ("stopped", reason)
         assert (await server.call("POST", "/debug/sessions/arm/reset"))[0] == 200
 
 
-async def test_the_queue_of_a_session_can_be_seen(server):
+async def test_queue_of_a_session_is_shown(server):
     await server.create()
-    status, told = await server.call("GET", "/debug/sessions/arm/queue")
-    assert (status, told["session_id"], told["queue_length"], told["control_hz"]) == (200, "arm", 0, 20)
+    status, reply = await server.call("GET", "/debug/sessions/arm/queue")
+    assert (status, reply["session_id"], reply["queue_length"], reply["control_hz"]) == (200, "arm", 0, 20)
 
 
-async def test_the_system_tells_no_folder_of_the_machine(serve, tmp_path):
+async def test_system_report_hides_folders_of_the_machine(serve, tmp_path):
     limits = tmp_path / "secret" / "limits.toml"
     limits.parent.mkdir()
     limits.write_text("[joints.Jaw]\nhigh = 90\n")
     folders = {name: f"/secret/{name}" for name in ("compile_cache", "policy_cache", "log_file", "recordings")}
     async with serve(policy_roots=("/secret/roots",), limits=str(limits), **folders) as server:
-        status, told = await server.call("GET", "/debug/system")
-    assert (status, told["sessions"], told["embedded_rooms"]) == (200, {}, {"robotics": 0, "video": 0})
-    assert told["memory_mb"] > 10
-    assert told["settings"]["max_sessions"] == 64
-    assert "/secret" not in str(told)
+        status, reply = await server.call("GET", "/debug/system")
+    assert (status, reply["sessions"], reply["embedded_rooms"]) == (200, {}, {"robotics": 0, "video": 0})
+    assert reply["memory_mb"] > 10
+    assert reply["settings"]["max_sessions"] == 64
+    assert "/secret" not in str(reply)
 
 
 async def test_logs_are_kept_without_secrets(server):
     log = logging.getLogger("a.test")
     log.warning("before")
     log.error("loading /home/me/models/act failed with Authorization: Bearer abcdefghijkl")
-    _, told = await server.call("GET", "/debug/logs?limit=1&level=warning")
-    [line] = told["logs"]
+    _, reply = await server.call("GET", "/debug/logs?limit=1&level=warning")
+    [line] = reply["logs"]
     assert (line["level"], line["logger"]) == ("ERROR", "a.test")
     assert line["message"] == "loading .../act failed with Authorization: ***"
-    _, told = await server.call("GET", "/debug/logs?limit=2")
-    assert told["logs"][0]["message"] == "before"
-    assert told["logs"][1] == line
-    _, told = await server.call("GET", f"/debug/logs?limit=1&level=warning&before={line['number']}")
-    assert [line["message"] for line in told["logs"]] == ["before"]
+    _, reply = await server.call("GET", "/debug/logs?limit=2")
+    assert reply["logs"][0]["message"] == "before"
+    assert reply["logs"][1] == line
+    _, reply = await server.call("GET", f"/debug/logs?limit=1&level=warning&before={line['number']}")
+    assert [line["message"] for line in reply["logs"]] == ["before"]
 
 
-async def test_metrics_tell_sessions_requests_and_latencies(server):
+async def test_metrics_have_sessions_requests_and_latencies(server):
     await server.create()
     await server.call("POST", "/sessions/arm/start")
     await server.call("GET", "/sessions/nobody")
@@ -105,7 +105,7 @@ async def test_metrics_tell_sessions_requests_and_latencies(server):
     assert counts == {f'robojax_stage_seconds_count{{session="arm",stage="{stage}"}} 0.0' for stage in stages}
 
 
-async def test_metrics_of_a_session_that_failed_can_be_read(server):
+async def test_metrics_of_a_failed_session_can_be_read(server):
     server.load.failure = RuntimeError("x")
     await server.create()
     async with server.http.get("/metrics") as answer:
@@ -113,7 +113,7 @@ async def test_metrics_of_a_session_that_failed_can_be_read(server):
         assert 'robojax_sessions{stage="error"} 1.0' in await answer.text()
 
 
-async def test_a_server_without_anything_to_load_is_ready(server) -> None:
+async def test_server_without_anything_to_load_is_ready(server) -> None:
     assert await server.call("GET", "/ready") == (200, {"ready": True, "waiting_for": [], "loading": []})
 
 
@@ -127,7 +127,7 @@ async def test_server_without_an_engine_is_not_ready(server, trouble: str) -> No
     assert (found["code"], found["detail"]) == ("not_ready", why)
 
 
-async def test_what_is_being_loaded_is_listed_with_how_long_it_takes(server) -> None:
+async def test_running_loads_are_listed_with_their_progress(server) -> None:
     server.load.gate = threading.Event()
     creating = asyncio.create_task(server.create())
     await server.until_loading()
@@ -136,11 +136,11 @@ async def test_what_is_being_loaded_is_listed_with_how_long_it_takes(server) -> 
     (loading,) = found["loading"]
     assert loading["progress"] in ("waiting", "reading", "compiling")
     assert loading["progress_s"] >= 0
-    assert loading["progress_left_s"] is None, "nothing was measured here before"
+    assert loading["progress_left_s"] is None, "this server has no earlier measurement"
     server.load.gate.set()
     assert (await creating)[0] == 200
     assert (await server.call("GET", "/ready"))[1]["loading"] == []
-    # And the next one can be told.
+    # The next load has an estimate.
     async with server.http.get("/metrics") as answer:
         text = await answer.text()
     assert re.search(r'robojax_prepare_seconds_count\{step="joining_rooms"\} 1.0', text)

@@ -1,4 +1,4 @@
-"""Another policy for a running session over HTTP: a folder that changes, a request, a way back, a delivery."""
+"""Another policy for a running session over HTTP: a changed folder, a request, a rollback, a webhook delivery."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from tests.testing.stub_hub import StubHub
 from tests.testing.target import target_server
 from tests.testing.waiting import until
 
-LOOKS: list[str] = []  # folders that were looked at in this test
+LOOKS: list[str] = []  # Folders that the server inspected in this test.
 QUICK = {"update_quiet": 0.1, "update_probation": 0.2, "update_patience": 1.0, "update_poll": 0.0}
 PAYLOAD = {
     "event": {"action": "update", "scope": "repo.content"},
@@ -39,8 +39,8 @@ def write(folder: Path, step: float = 0.1, **more: Any) -> None:
 
 
 def load(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
-    told = json.loads((Path(path).expanduser() / "config.json").read_text())
-    return ScriptedPolicy(step=told["step"], failures=[np.full((1, 20, 6), np.nan, np.float32)] * told.get("nan", 0))
+    reply = json.loads((Path(path).expanduser() / "config.json").read_text())
+    return ScriptedPolicy(step=reply["step"], failures=[np.full((1, 20, 6), np.nan, np.float32)] * reply.get("nan", 0))
 
 
 class Rig(Server):
@@ -78,7 +78,7 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 
 
 async def watched() -> None:
-    """Wait until the server has seen the present state of the followed folders."""
+    """Wait until the server has seen the current state of the followed folders."""
     LOOKS.clear()
     await until(lambda: LOOKS, within=30)
 
@@ -94,7 +94,7 @@ def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         return found
 
     monkeypatch.setattr(webhooks, "_read_file_states", looked_at)
-    # What a busy machine misses takes no policy back here; tests/integration/rollout/test_rollout.py has that.
+    # A busy machine causes no rollback here; tests/integration/rollout/test_rollout.py tests rollbacks.
     monkeypatch.setattr(
         "service.rollout.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
     )
@@ -102,7 +102,7 @@ def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-async def test_a_changed_folder_is_swapped_in_unless_it_is_broken(tmp_path: Path) -> None:
+async def test_changed_folder_is_swapped_in_unless_it_is_broken(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         await rig.running()
         first = (await rig.stats())["policy_commit"]
@@ -131,28 +131,28 @@ async def test_a_changed_folder_is_swapped_in_unless_it_is_broken(tmp_path: Path
         assert (await rig.call("GET", f"/deployments?before={swapped['id']}"))[1] == []
 
 
-async def test_a_policy_is_asked_for_and_gone_back_on(tmp_path: Path) -> None:
+async def test_policy_is_requested_and_rolled_back(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         await rig.running("off")
         first = (await rig.stats())["policy_commit"]
-        status, told = await rig.call("POST", "/sessions/arm/policy")
-        assert (status, told["result"]) == (200, "noop"), told
+        status, reply = await rig.call("POST", "/sessions/arm/policy")
+        assert (status, reply["result"]) == (200, "noop"), reply
         write(rig.folder, 0.2)
-        told = expect_ok(await rig.call("POST", "/sessions/arm/policy", json={}))
-        assert told["result"] in (None, "swapped"), told
-        assert (await rig.stats())["policy_commit"] == told["sha"] != first
+        reply = expect_ok(await rig.call("POST", "/sessions/arm/policy", json={}))
+        assert reply["result"] in (None, "swapped"), reply
+        assert (await rig.stats())["policy_commit"] == reply["sha"] != first
         done = await rig.until(lambda found: found[0]["result"])
-        assert (done["id"], done["result"]) == (told["id"], "swapped")
-        status, told = await rig.call("POST", "/sessions/arm/rollback")
-        assert (status, told["result"]) == (200, "rolled_back"), told
+        assert (done["id"], done["result"]) == (reply["id"], "swapped")
+        status, reply = await rig.call("POST", "/sessions/arm/rollback")
+        assert (status, reply["result"]) == (200, "rolled_back"), reply
         assert (await rig.stats())["policy_commit"] == first
-        # What was gone back on is not deployed again unless somebody insists.
+        # A rolled-back policy is not deployed again without ``force``.
         refused = await rig.call("POST", "/sessions/arm/policy", json={})
         expect_refusal(refused, 409, "update_failed", "DELETE /quarantine/", '"force": true')
         expect_ok(await rig.call("POST", "/sessions/arm/policy", json={"force": True}))
 
 
-async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
+async def test_staged_policy_waits_for_a_request(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         await rig.running("stage")
         first = (await rig.stats())["policy_commit"]
@@ -176,24 +176,24 @@ async def test_unknown_deployments_and_invalid_limits_are_refused(tmp_path: Path
             assert (await rig.call("GET", f"/deployments?{query}"))[0] == 422
 
 
-async def test_wrong_bodies_and_revisions_are_explained(tmp_path: Path) -> None:
+async def test_invalid_bodies_and_revisions_are_explained(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         await rig.running("off")
         for body in ({"revision": ""}, {"revision": 7}, {"unknown": 1}, {"force": "yes"}, []):
-            status, told = await rig.call("POST", "/sessions/arm/policy", json=body)
-            assert status == 422, (body, told)
+            status, reply = await rig.call("POST", "/sessions/arm/policy", json=body)
+            assert status == 422, (body, reply)
         refused = await rig.call("POST", "/sessions/arm/policy", json={"revision": "v7"})
         expect_refusal(refused, 409, "update_failed", "'v7'")
         expect_refusal(await rig.call("POST", "/sessions/arm/rollback"), 409, "update_failed")
-        status, told = await rig.create("pinned", policy_path="lab/pick", revision="a" * 40, auto_update="swap")
+        status, reply = await rig.create("pinned", policy_path="lab/pick", revision="a" * 40, auto_update="swap")
         assert status == 422
-        assert told["detail"][0]["loc"] == ["body", "auto_update"]
+        assert reply["detail"][0]["loc"] == ["body", "auto_update"]
 
 
-async def test_deliveries_need_the_secret_or_come_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deliveries_need_the_secret_or_a_loopback_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rigged(tmp_path / "policy") as rig:
-        status, told = await rig.call("POST", "/webhooks/policies", json=PAYLOAD)
-        assert (status, told["status"]) == (200, "ignored"), told
+        status, reply = await rig.call("POST", "/webhooks/policies", json=PAYLOAD)
+        assert (status, reply["status"]) == (200, "ignored"), reply
         proxied = {"x-forwarded-for": "203.0.113.7"}
         assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=proxied))[0] == 403
         foreign = {"origin": "https://elsewhere.example"}
@@ -207,12 +207,12 @@ async def test_deliveries_need_the_secret_or_come_from_here(tmp_path: Path, monk
         for secret in ("first-of-the-secrets", "second-of-the-secrets"):
             right = {"x-webhook-secret": secret, "webhook-id": secret}
             assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=right))[0] == 200
-        told = json.dumps((await rig.call("GET", "/debug/system"))[1])
-        assert str(tmp_path) not in told
-        assert "of-the-secrets" not in told
+        reply = json.dumps((await rig.call("GET", "/debug/system"))[1])
+        assert str(tmp_path) not in reply
+        assert "of-the-secrets" not in reply
 
 
-async def test_a_push_is_refused_only_for_fields_that_name_the_event(tmp_path: Path) -> None:
+async def test_push_is_refused_only_for_invalid_event_fields(tmp_path: Path) -> None:
     def change(part: str, **fields: object) -> dict[str, Any]:
         return PAYLOAD | {part: PAYLOAD[part] | fields}
 
@@ -234,14 +234,14 @@ async def test_a_push_is_refused_only_for_fields_that_name_the_event(tmp_path: P
     )
     async with rigged(tmp_path / "policy") as rig:
         for payload in accepted:
-            status, told = await rig.call("POST", "/webhooks/policies", json=payload)
-            assert (status, told["status"]) == (200, "ignored"), (payload, told)
+            status, reply = await rig.call("POST", "/webhooks/policies", json=payload)
+            assert (status, reply["status"]) == (200, "ignored"), (payload, reply)
         for payload, fields in refused:
-            status, told = await rig.call("POST", "/webhooks/policies", json=payload)
-            assert (status, told["fields"]) == (422, fields), (payload, told)
+            status, reply = await rig.call("POST", "/webhooks/policies", json=payload)
+            assert (status, reply["fields"]) == (422, fields), (payload, reply)
 
 
-async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
+async def test_session_events_reach_registered_webhooks(tmp_path: Path) -> None:
     from hooks import WebhooksClient
 
     settings = {"registry": True, "state": str(tmp_path / "state"), "registry_allow": ("127.0.0.0/8",)}
@@ -259,13 +259,13 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         await rig.until(lambda found: found and found[0]["result"])
         assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
         await target.wait_for(4, within=60)
-    heard = [one.json for one in target.got]
+    events_received = [one.json for one in target.got]
     events = ("created", "started", "policy.swapped", "deleted")
-    assert [one["type"] for one in heard] == [f"session.{event}" for event in events]
-    assert heard[2]["data"]["sessions"] == ["arm"]
+    assert [one["type"] for one in events_received] == [f"session.{event}" for event in events]
+    assert events_received[2]["data"]["sessions"] == ["arm"]
 
 
-async def test_a_session_that_ended_in_an_error_is_no_error_of_the_server(tmp_path: Path) -> None:
+async def test_failed_session_is_not_an_error_of_the_server(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         rig.transport.refuse = TransportError("no such room")
         assert (await rig.create(policy_path=str(rig.folder)))[0] == 502
@@ -273,7 +273,7 @@ async def test_a_session_that_ended_in_an_error_is_no_error_of_the_server(tmp_pa
             expect_refusal(await rig.call("POST", path), 409, "update_failed", "'arm'")
 
 
-async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_folder_in_the_home_directory_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     async with rigged(tmp_path / "policy") as rig:
         rig.folder = Path("~/policy")
@@ -284,10 +284,8 @@ async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pyt
         assert swapped["result"] == "swapped", swapped
 
 
-async def test_a_folder_that_is_gone_is_not_looked_for_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its name may be that of a stranger's repo there."""
+async def test_missing_folder_is_not_searched_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the Hub, its name may belong to a stranger's repo."""
     monkeypatch.chdir(tmp_path)
     async with rigged(tmp_path / "policies") as rig:
         rig.folder = Path("lab/act")
@@ -298,13 +296,13 @@ async def test_a_folder_that_is_gone_is_not_looked_for_on_the_hub(
             hub.push("lab/act", {"config.json": '{"step": 0.2}', "model.safetensors": b"0.2"})
             await rig.running()
             shutil.rmtree(tmp_path / "lab" / "act")
-            status, told = await rig.call("POST", "/sessions/arm/policy")
-            assert (status, told["code"]) == (409, "update_failed"), told
-            assert "lab/act is not there" in told["detail"]
+            status, reply = await rig.call("POST", "/sessions/arm/policy")
+            assert (status, reply["code"]) == (409, "update_failed"), reply
+            assert "lab/act is not there" in reply["detail"]
             assert hub.requests == []
 
 
-async def test_a_pattern_of_tags_is_the_highest_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tag_pattern_selects_the_highest_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with StubHub() as hub:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -323,25 +321,25 @@ async def test_a_pattern_of_tags_is_the_highest_of_them(tmp_path: Path, monkeypa
             expect_ok(await rig.create(revision="deploy-*", **followed))
             assert loaded == [highest]
             assert (await rig.stats())["policy_commit"] == highest
-            status, told = await rig.create("b", revision="nothing-*", **followed)
-            assert status == 422, told
-            assert "no tag is like" in json.dumps(told)
+            status, reply = await rig.create("b", revision="nothing-*", **followed)
+            assert status == 422, reply
+            assert "no tag is like" in json.dumps(reply)
 
 
-async def test_a_session_does_not_load_what_is_in_quarantine(tmp_path: Path) -> None:
+async def test_session_does_not_load_a_quarantined_policy(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy", state=str(tmp_path / "state")) as rig:
         await rig.running("off")
         write(rig.folder, 90.0)
         bad = (await rig.call("POST", "/sessions/arm/policy"))[1]
         assert bad["reason"] == "out_of_range"
         assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "running"
-    # The folder holds it still, and neither a session of before nor a new one has a gate.
+    # The folder still holds the policy, and neither old nor new sessions have a gate.
     async with rigged(tmp_path / "other", state=str(tmp_path / "state")) as rig:
         rig.folder = tmp_path / "policy"
         for making in (rig.call("POST", "/sessions/arm/restart"), rig.create("b", policy_path=str(rig.folder))):
-            status, told = await making
-            assert status == 422, told
-            assert f"DELETE /quarantine/{bad['sha']}" in json.dumps(told)
+            status, reply = await making
+            assert status == 422, reply
+            assert f"DELETE /quarantine/{bad['sha']}" in json.dumps(reply)
         assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "interrupted"
         assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
         expect_ok(await rig.call("POST", "/sessions/arm/restart"))

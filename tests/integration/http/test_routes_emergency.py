@@ -1,4 +1,4 @@
-"""Robots are stopped and latched over HTTP, one at a time."""
+"""Emergency stops of single sessions over HTTP, with their latches."""
 
 import asyncio
 import http.client
@@ -14,7 +14,7 @@ from tests.testing.rig import POSE, show
 
 async def until(claim: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not claim():  # noqa: ASYNC110 - each look is one round of the loop
+        while not claim():  # noqa: ASYNC110 - each check takes one turn of the loop
             await asyncio.sleep(0)
 
 
@@ -27,14 +27,14 @@ async def test_only_the_named_session_is_stopped_and_latched(server, body: bytes
     for name in ("a", "b"):
         await server.create(name)
         await server.call("POST", f"/sessions/{name}/start")
-    status, told = await server.call("POST", "/sessions/a/emergency_stop", data=body)
-    assert (status, told["stopped"]) == (200, ["a"])
+    status, reply = await server.call("POST", "/sessions/a/emergency_stop", data=body)
+    assert (status, reply["stopped"]) == (200, ["a"])
     _, (found, other) = await server.call("GET", "/sessions")
     assert (found["status"], other["status"]) == ("stopped", "running")
     assert (found["stats"]["emergency_stop"], found["stats"]["stop_code"]) == (reason, "asked")
     assert (await server.call("POST", "/sessions/a/start"))[0] == 409
     assert (await server.call("POST", "/debug/sessions/a/reset"))[0] == 200
-    assert (await server.call("GET", "/sessions/a"))[1]["status"] == "stopped", "a reset moves nothing"
+    assert (await server.call("GET", "/sessions/a"))[1]["status"] == "stopped", "a reset does not start the session"
     assert (await server.call("POST", "/sessions/a/start"))[0] == 200
     assert (await server.call("POST", "/sessions/nobody/emergency_stop"))[0] == 404
 
@@ -48,22 +48,22 @@ async def test_only_the_named_session_is_stopped_and_latched(server, body: bytes
         b'Content-Length: 30\r\n\r\n{"reas',
         b'Transfer-Encoding: chunked\r\n\r\n6\r\n{"reas\r\n',
     ],
-    ids=["too long to take", "longer than anybody reads", "stalled", "stalled chunks"],
+    ids=["too long to take", "longer than the limit of a body", "stalled", "stalled chunks"],
 )
-async def test_no_body_keeps_a_stop_waiting(server, path: str, rest: bytes, pauses: Pauses) -> None:
+async def test_no_body_delays_a_stop(server, path: str, rest: bytes, pauses: Pauses) -> None:
     await server.create()
     await server.call("POST", "/sessions/arm/start")
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + rest)
     began = time.monotonic()
     assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
-    assert pauses.running(began) < 1, "the deadline of a request is ten"
+    assert pauses.running(began) < 1, "a request may take ten seconds"
     writer.close()
     found = (await server.call("GET", "/sessions/arm"))[1]
     assert (found["status"], found["stats"]["emergency_stop"]) == ("stopped", "asked for over HTTP")
 
 
-async def test_a_stop_during_a_blocked_loop_precedes_any_command(server) -> None:
+async def test_stop_during_a_blocked_loop_precedes_any_command(server) -> None:
     await server.create("arm", rate=50)
     link = server.transport.link
 
@@ -84,13 +84,15 @@ async def test_a_stop_during_a_blocked_loop_precedes_any_command(server) -> None
     stopping = threading.Timer(0.02, stop)
     sent = len(link.sent)
     stopping.start()
-    time.sleep(0.2)  # noqa: ASYNC251 - the event loop is blocked while the stop comes
+    time.sleep(0.2)  # noqa: ASYNC251 - the stop arrives while the event loop is blocked
     assert asked.wait(30)
     session = server.app.ctx.sessions.get("arm")
     await until(lambda: session.is_latched)
-    heard = len(link.sent)
+    stopped = len(link.sent)
     showing.cancel()
     await until(lambda: bool(answers))
     assert answers == [200]
-    assert len([one for one in link.sent[sent:heard] if one.values != POSE]) <= 2, "it is heard within 20 ms and a tick"
-    assert all(one.values == POSE for one in link.sent[heard:]), "nothing but the hold after the stop"
+    assert len([one for one in link.sent[sent:stopped] if one.values != POSE]) <= 2, (
+        "the stop takes effect within 20 ms and a tick"
+    )
+    assert all(one.values == POSE for one in link.sent[stopped:]), "only the hold follows the stop"

@@ -12,7 +12,7 @@ from tests.testing.rig import expect_refusal
 
 
 class Wire:
-    """A connection on which bytes are written by hand."""
+    """Connection for requests with arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
@@ -59,13 +59,13 @@ async def test_routes_of_robothub_and_stops_answer_under_api(server):
             assert statuses[1][0] in (404, 405), path
 
 
-async def test_what_is_not_there_is_404_in_json(server):
+async def test_unknown_path_is_404_in_json(server):
     for path in ("/nope", "/api/nope", "/sessions/a/b/c", "/ui/nope"):
-        status, told = await server.call("GET", path)
-        assert (status, told) == (404, {"detail": "Not Found", "code": "not_found"})
+        status, reply = await server.call("GET", path)
+        assert (status, reply) == (404, {"detail": "Not Found", "code": "not_found"})
 
 
-async def test_another_method_is_405_and_says_which_are_allowed(server):
+async def test_wrong_method_is_405_with_the_allowed_methods(server):
     for method in ("PUT", "PATCH", "TRACE", "DELETE", "INVENTED"):
         async with server.http.request(method, "/sessions") as answer:
             assert (answer.status, (await answer.json())["code"]) == (405, "method_not_allowed")
@@ -82,12 +82,12 @@ async def test_head_is_get_without_its_body(server):
             assert (answer.status, await answer.read()) == (200, b"")
 
 
-async def test_options_says_what_a_path_takes(server):
+async def test_options_lists_the_allowed_methods(server):
     async with server.http.options("/sessions/arm/start") as answer:
         assert (answer.status, answer.headers["allow"]) == (204, "POST, OPTIONS")
 
 
-async def test_a_connection_is_kept_for_the_next_request(server, dial):
+async def test_connection_is_kept_for_the_next_request(server, dial):
     wire = await dial(server)
     for _ in range(3):
         await wire.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -97,7 +97,7 @@ async def test_a_connection_is_kept_for_the_next_request(server, dial):
     assert [(await wire.answer())[0] for _ in range(2)] == [200, 200]
 
 
-async def test_every_answer_has_its_own_request_id(server):
+async def test_each_response_has_its_own_request_id(server):
     found = set()
     for path in ("/", "/nope", "/sessions/nobody"):
         async with server.http.get(path) as answer:
@@ -105,29 +105,29 @@ async def test_every_answer_has_its_own_request_id(server):
     assert len(found) == 3
 
 
-async def test_an_error_of_ours_tells_its_request_id_and_nothing_else(server, caplog):
+async def test_internal_error_shows_only_its_request_id(server, caplog):
     async def broken(request):
         raise RuntimeError("the secret is hunter2 in /root/models")
 
-    server.app.ctx.sessions.list = broken  # the route will fail on it
+    server.app.ctx.sessions.list = broken  # The route fails with this error.
     with caplog.at_level(logging.ERROR):
         async with server.http.get("/sessions") as answer:
-            told = await answer.json()
+            reply = await answer.json()
             request_id = answer.headers["x-request-id"]
     del server.app.ctx.sessions.list
-    assert (answer.status, told["code"]) == (500, "internal")
-    assert request_id in told["detail"]
-    assert "hunter2" not in str(told)
-    assert "Traceback" not in str(told)
+    assert (answer.status, reply["code"]) == (500, "internal")
+    assert request_id in reply["detail"]
+    assert "hunter2" not in str(reply)
+    assert "Traceback" not in str(reply)
     assert any(request_id in record.getMessage() and record.exc_info for record in caplog.records)
 
 
-async def test_a_body_that_is_too_large_is_413(serve):
+async def test_oversized_body_is_413(serve):
     async with serve(max_body=2048) as server:
         expect_refusal(await server.call("POST", "/sessions", data=b"x" * 4096), 413, "request_entity_too_large")
 
 
-async def test_what_is_not_http_is_400_in_json(server, dial):
+async def test_invalid_http_is_400_in_json(server, dial):
     wire = await dial(server)
     await wire.send("nonsense\r\n\r\n")
     status, headers, body = await wire.answer()
@@ -142,7 +142,7 @@ DRIPPING = (
 )
 
 
-async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, pauses):
+async def test_slow_request_is_cut_at_its_deadline(serve, dial, pauses):
     async with serve(request_deadline=1.0) as server:
 
         async def drip(start: str) -> None:
@@ -153,7 +153,7 @@ async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, pause
                 await wire.send("x")
                 await asyncio.sleep(0.05)
             status, _, body = await wire.answer()
-            # A timeout that starts again with each byte would end 1 s after the last.
+            # A timeout that restarts with each byte would end 1 s after the last byte.
             assert time.monotonic() - began > 0.9
             assert pauses.running(began) < 1.6
             assert (status, b'"code":"request_timeout"' in body) == (408, True)
@@ -163,7 +163,7 @@ async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, pause
         assert (await server.call("GET", "/health"))[0] == 200
 
 
-async def test_a_refused_request_cannot_drip_on_either(serve, dial):
+async def test_refused_slow_request_is_cut_at_its_deadline(serve, dial):
     async with serve(request_deadline=0.5) as server:
         wire = await dial(server)
         await wire.send("POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
@@ -174,7 +174,7 @@ async def test_a_refused_request_cannot_drip_on_either(serve, dial):
 @pytest.mark.parametrize(
     ("deadline", "first", "rest"), [(0.3, "Host: localhost\r\n\r\n", ""), (2.0, "", "Host: localhost\r\n\r\n")]
 )
-async def test_a_deadline_counts_neither_idle_time_nor_earlier_requests(serve, dial, deadline, first, rest):
+async def test_deadline_excludes_idle_time_and_earlier_requests(serve, dial, deadline, first, rest):
     async with serve(request_deadline=deadline) as server:
         wire = await dial(server)
         for _ in range(3):
@@ -184,7 +184,7 @@ async def test_a_deadline_counts_neither_idle_time_nor_earlier_requests(serve, d
             assert (await wire.answer())[0] == 200
 
 
-async def test_a_slow_answer_is_503(serve):
+async def test_slow_response_is_503(serve):
     async with serve(answer_deadline=0.2) as server:
         await server.create()
 
@@ -196,7 +196,7 @@ async def test_a_slow_answer_is_503(serve):
         expect_refusal(await server.call("POST", "/sessions/arm/stop"), 503, "service_unavailable", "GET /sessions")
 
 
-async def test_a_foreign_page_may_not_move_a_robot(server):
+async def test_foreign_page_may_not_move_a_robot(server):
     await server.create()
     page = {"origin": "https://evil.example"}
     expect_refusal(await server.call("POST", "/sessions/arm/start", headers=page), 403, "origin_refused")
@@ -205,7 +205,7 @@ async def test_a_foreign_page_may_not_move_a_robot(server):
         assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_a_page_of_this_machine_may_call_and_read(server):
+async def test_page_of_this_machine_may_call_and_read(server):
     page = {"origin": "http://localhost:5173", "access-control-request-method": "POST"}
     async with server.http.options("/sessions", headers=page) as answer:
         assert answer.status == 204
@@ -227,7 +227,7 @@ async def test_a_page_of_this_machine_may_call_and_read(server):
         ("https://good.example", "x", True),
         ("https://good.example:444", "x", False),
         ("http://localhost.evil.example", "x", False),
-        ("http://evil.example:8001", "evil.example:8001", False),  # a name that its owner points at us
+        ("http://evil.example:8001", "evil.example:8001", False),  # A foreign name that resolves to this server.
         ("null", "x", False),
         ("http://[", "x", False),
         ("http://LOCALHOST:3000", "x", True),
@@ -258,7 +258,7 @@ def test_which_pages_may_call(origin, host, expected):
     assert Origins(["https://good.example"]).allows(origin, host) is expected
 
 
-def test_a_star_admits_every_page_and_no_malformed_origin():
+def test_star_admits_all_pages_and_no_malformed_origin():
     origins = Origins(["*"])
     assert origins.allows("https://evil.example", "x")
     assert origins.allows("null", "x")
@@ -279,20 +279,20 @@ def test_a_star_admits_every_page_and_no_malformed_origin():
         ("", False),
     ],
 )
-def test_which_names_this_server_has(host, expected):
+def test_host_names_of_this_server(host, expected):
     assert Origins(["https://good.example"]).allows_host(host) is expected
 
 
-async def test_rooms_are_served_beside_the_sessions_unless_switched_off(serve):
+async def test_rooms_are_served_with_sessions_unless_switched_off(serve):
     async with serve() as server:
         for prefix in ("", "/api"):
-            status, told = await server.call("POST", f"{prefix}/robotics/workspaces/w/rooms", json={"room_id": "r"})
-            assert (status, told["room_id"]) == (200, "r")
+            status, reply = await server.call("POST", f"{prefix}/robotics/workspaces/w/rooms", json={"room_id": "r"})
+            assert (status, reply["room_id"]) == (200, "r")
     async with serve(embedded_transport=False) as server:
         assert (await server.call("GET", "/robotics/workspaces/w/rooms"))[0] == 404
 
 
-async def test_two_servers_of_one_process_share_nothing(serve):
+async def test_two_servers_in_one_process_share_no_state(serve):
     async with serve() as first, serve() as second:
         await first.create("arm")
         assert (await second.call("GET", "/sessions"))[1] == []

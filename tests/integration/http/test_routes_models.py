@@ -1,4 +1,4 @@
-"""A small real model behind the real server."""
+"""A small real model on the real server."""
 
 import asyncio
 import io
@@ -77,23 +77,23 @@ def read(body: bytes, form: str) -> np.ndarray:
     return np.array(sample["data"], sample["dtype"])
 
 
-async def test_what_is_loaded_is_listed_with_what_it_takes(server, loaded):
+async def test_loaded_models_are_listed_with_their_inputs(server, loaded):
     status, listed = await server.call("GET", "/models")
     assert (status, len(listed)) == (200, 1)
-    told = listed[0]
-    assert (told["name"], told["class"], told["kind"]) == ("dit", "Transformer2DModel", "patches")
-    assert told["config"]["num_embeds_ada_norm"] == 7
-    assert told["parameters"] == loaded.description["parameters"]
-    assert [entry["name"] for entry in told["inputs"]][:3] == ["hidden_states", "timestep", "class_labels"]
-    assert told["inputs"][0]["shape"] == ["batch", 4, "height", "width"]
-    assert (await server.call("GET", "/models/dit"))[1] == told
-    status, told = await server.call("GET", "/models/other")
-    assert (status, told["code"], "loaded: dit" in told["detail"]) == (404, "unknown_model", True)
+    reply = listed[0]
+    assert (reply["name"], reply["class"], reply["kind"]) == ("dit", "Transformer2DModel", "patches")
+    assert reply["config"]["num_embeds_ada_norm"] == 7
+    assert reply["parameters"] == loaded.description["parameters"]
+    assert [entry["name"] for entry in reply["inputs"]][:3] == ["hidden_states", "timestep", "class_labels"]
+    assert reply["inputs"][0]["shape"] == ["batch", 4, "height", "width"]
+    assert (await server.call("GET", "/models/dit"))[1] == reply
+    status, reply = await server.call("GET", "/models/other")
+    assert (status, reply["code"], "loaded: dit" in reply["detail"]) == (404, "unknown_model", True)
 
 
 @pytest.mark.parametrize("answer", FORMS)
 @pytest.mark.parametrize("form", FORMS)
-async def test_a_forward_over_http_gives_the_numbers_of_one_in_process(server, loaded, form, answer):
+async def test_forward_over_http_equals_forward_in_process(server, loaded, form, answer):
     inputs = loaded.example(2, seed=5)
     expected = loaded.forward(inputs)["sample"]
     status, body, head = await server.forward(write(inputs, form), form, accept=None if form == answer else answer)
@@ -106,7 +106,7 @@ async def test_a_forward_over_http_gives_the_numbers_of_one_in_process(server, l
         assert {stage: f"{spent:g}" for stage, spent in json.loads(body)["timings_ms"].items()} == stages
 
 
-async def test_by_hand_plain_numbers_will_do(server, loaded):
+async def test_plain_json_numbers_are_accepted(server, loaded):
     x = loaded.example()["hidden_states"]
     by_hand = {"inputs": {"hidden_states": x.tolist(), "timestep": 250, "class_labels": [3]}}
     status, body, _ = await server.forward(json.dumps(by_hand), JSON)
@@ -115,7 +115,7 @@ async def test_by_hand_plain_numbers_will_do(server, loaded):
     np.testing.assert_array_equal(read(body, JSON), expected["sample"])
 
 
-async def test_a_long_answer_comes_whole(server, loaded):
+async def test_long_response_arrives_complete(server, loaded):
     inputs = loaded.example() | {"hidden_states": np.ones((64, 4, 32, 32), np.float32)}
     inputs |= {"timestep": np.zeros(64, np.float32), "class_labels": np.zeros(64, np.int32)}
     status, body, head = await server.forward(write(inputs, NPZ), NPZ)
@@ -136,7 +136,7 @@ async def test_a_long_answer_comes_whole(server, loaded):
         ({"timestep": np.array([np.nan])}, "NaN"),
     ],
 )
-async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loaded, change, text):
+async def test_invalid_arrays_are_422_with_the_expected_form(server, loaded, change, text):
     status, body, _ = await server.forward(write(loaded.example() | change, NPZ), NPZ)
     [entry] = json.loads(body)["detail"]
     assert (status, entry["loc"][:2], entry["type"]) == (422, ["body", "inputs"], "invalid")
@@ -147,44 +147,44 @@ async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loade
     ("body", "form"),
     [(b"", JSON), (b"", NPZ), (b"{", JSON), (b"PK\x03\x04", NPZ), (b'{"inputs": {"hidden_states": NaN}}', JSON)],
 )
-async def test_bodies_that_cannot_be_read_are_422(server, body, form):
-    status, told, _ = await server.forward(body, form)
-    assert (status, json.loads(told)["detail"][0]["loc"][0]) == (422, "body")
+async def test_unreadable_bodies_are_422(server, body, form):
+    status, reply, _ = await server.forward(body, form)
+    assert (status, json.loads(reply)["detail"][0]["loc"][0]) == (422, "body")
 
 
-async def test_an_unknown_content_type_is_415_and_an_unknown_accept_406(server):
+async def test_unknown_content_type_is_415_and_unknown_accept_406(server):
     for form, accept, expected, code in (
         ("text/plain", None, 415, "unknown_form"),
         ("application/octet-stream", None, 415, "unknown_form"),
         (JSON, "text/html", 406, "not_acceptable"),
     ):
         status, body, _ = await server.forward(b"x" * 3_000_000, form, accept)
-        told = json.loads(body)
-        assert (status, told["code"]) == (expected, code)
-        assert all(name in told["detail"] for name in FORMS)
+        reply = json.loads(body)
+        assert (status, reply["code"]) == (expected, code)
+        assert all(name in reply["detail"] for name in FORMS)
 
 
-async def test_an_unknown_model_is_404_even_for_a_long_body(server):
+async def test_unknown_model_is_404_even_for_a_long_body(server):
     status, body, _ = await server.forward(b"x" * 3_000_000, NPZ, name="other")
     assert (status, json.loads(body)["code"]) == (404, "unknown_model")
-    # The connection was read to the end and serves on.
+    # The server read the whole body and keeps serving the connection.
     assert (await server.call("GET", "/health"))[0] == 200
 
 
-async def test_bodies_have_limits_of_their_own_and_other_routes_keep_theirs(serve):
+async def test_model_bodies_have_separate_limits(serve):
     async with serve(max_body=2000, max_forward_bytes=100_000) as server:
         status, body, _ = await server.forward(b"x" * 2001, JSON)
         assert (status, "max_body; an npz" in json.loads(body)["detail"]) == (413, True)
         status, body, _ = await server.forward(b"x" * 100_001, NPZ)
         assert (status, "100000 bytes (max_forward_bytes)" in json.loads(body)["detail"]) == (413, True)
         assert (await server.forward(b"x" * 99_000, NPZ))[0] == 422
-        # One that is far too large is told so as well, while it is still sent.
+        # A much larger body gets the same response while the client is still sending.
         assert (await server.forward(b"x" * 190_000, NPZ))[0] == 413
         assert (await server.call("POST", "/sessions", data=b"x" * 2001))[0] == 413
         assert not server.places
 
 
-async def test_a_body_without_a_length_is_counted_while_it_comes(serve):
+async def test_body_without_a_length_is_counted_on_arrival(serve):
     async with serve(max_forward_bytes=100_000) as server:
 
         async def endless() -> AsyncIterator[bytes]:
@@ -195,7 +195,7 @@ async def test_a_body_without_a_length_is_counted_while_it_comes(serve):
             status, body, _ = await server.forward(endless(), NPZ)
             assert (status, json.loads(body)["code"]) == (413, "too_large")
         except aiohttp.ClientError:
-            pass  # cut while it was still sending
+            pass  # The connection was cut while the client was sending.
         await server.until_free()
 
 
@@ -207,7 +207,7 @@ async def half_sent(server: Server) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
-async def test_a_dripping_body_is_cut_and_gives_its_place_back(serve):
+async def test_slow_body_is_cut_and_releases_its_slot(serve):
     async with serve(request_deadline=2.0, max_forwards=1) as server:
         reader, writer = await half_sent(server)
         assert (await server.forward(b"x", NPZ))[0] == 503
@@ -217,7 +217,7 @@ async def test_a_dripping_body_is_cut_and_gives_its_place_back(serve):
         await server.until_free()
 
 
-async def test_a_client_that_leaves_gives_its_place_back(serve):
+async def test_disconnected_client_releases_its_slot(serve):
     async with serve(max_forwards=1) as server:
         _, writer = await half_sent(server)
         writer.close()
@@ -225,7 +225,7 @@ async def test_a_client_that_leaves_gives_its_place_back(serve):
 
 
 class Verbose:
-    """A model that says 32 MB at once, which no socket's buffer holds."""
+    """Model with an output of 32 MB, which exceeds any socket buffer."""
 
     description: Mapping[str, Any] = {"parameters": 0, "device": "none", "inputs": []}
     timings: Mapping[str, float] = {}
@@ -247,7 +247,7 @@ class Verbose:
         return {"sample": np.zeros(8 << 20, np.float32)}
 
 
-async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
+async def test_client_that_does_not_read_a_long_response_is_cut(serve):
     async with serve(Verbose(), answer_deadline=3.0, max_forwards=1) as server:
         body = write({"x": np.zeros(1)}, NPZ)
         reader, writer = await asyncio.open_connection(*server.address, limit=1024)
@@ -261,7 +261,7 @@ async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
         writer.close()
 
 
-async def test_who_asks_before_sending_is_told_at_once(server):
+async def test_expect_continue_is_answered_at_once(server):
     reader, writer = await asyncio.open_connection(*server.address)
     for name, expected in (("other", b" 404 "), ("dit", b"HTTP/1.1 100 ")):
         writer.write(f"POST /models/{name}/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n".encode())
@@ -276,11 +276,11 @@ async def test_who_asks_before_sending_is_told_at_once(server):
     writer.close()
 
 
-async def test_health_metrics_and_the_system_mention_models_and_no_folder(server, loaded):
+async def test_health_metrics_and_system_show_models_without_folders(server, loaded):
     await server.forward(write(loaded.example(), NPZ), NPZ)
     await server.forward(b"nonsense", NPZ)
-    told = (await server.call("GET", "/health"))[1]
-    assert (told["models"], told["device"]) == (["dit"], loaded.device)
+    reply = (await server.call("GET", "/health"))[1]
+    assert (reply["models"], reply["device"]) == (["dit"], loaded.device)
     async with server.http.get("/metrics") as answer:
         text = await answer.text()
     assert 'robojax_model_forwards_total{model="dit"} 1.0' in text
@@ -296,8 +296,8 @@ async def test_health_metrics_and_the_system_mention_models_and_no_folder(server
 
 
 @pytest.mark.timed
-async def test_ticks_keep_time_beside_forwards(serve, loaded):
-    """Long bodies are read, computed over and answered while a robot is moved at 50 Hz."""
+async def test_ticks_are_on_time_during_forwards(serve, loaded):
+    """Long bodies are read, computed and answered while a robot moves at 50 Hz."""
     async with serve() as server:
         assert (await server.create(rate=50))[0] == 200
         inputs = loaded.example() | {"hidden_states": np.ones((512, 4, 16, 16), np.float32)}
@@ -310,19 +310,19 @@ async def test_ticks_keep_time_beside_forwards(serve, loaded):
         statuses = [(await server.forward(body, NPZ))[0] for _ in range(4)]
         robot_task.cancel()
         assert statuses == [200] * 4
-        # Generous, for machines that do other things too: on the loop, each of these passes would cost many ticks.
+        # A generous limit for busy machines: on the loop, each of these passes would take many ticks.
         assert robot_io.controller.lateness.percentile(90) < 0.02
         assert robot_io.controller.lateness.count > 10
 
 
-async def test_a_killed_process_of_models_is_503_and_starts_again(model_folder, loaded, monkeypatch):
-    monkeypatch.setattr(ModelProcess, "niceness", 1)  # tests in other processes would starve it
+async def test_killed_model_process_is_503_and_restarts(model_folder, loaded, monkeypatch):
+    monkeypatch.setattr(ModelProcess, "niceness", 1)  # Other test processes would starve a process of low priority.
     inputs = loaded.example(64) | {"hidden_states": np.ones((64, 4, 64, 64), np.float32)}
     long, short = write(inputs, NPZ), write(loaded.example(), NPZ)
     async with started(Server, load=REAL, models={"dit": str(model_folder)}) as server:
-        _, [told] = await server.call("GET", "/models")
-        assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
-        assert str(model_folder) not in json.dumps(told)
+        _, [reply] = await server.call("GET", "/models")
+        assert (reply["name"], reply["source"], reply["kind"]) == ("dit", "transformer", "patches")
+        assert str(model_folder) not in json.dumps(reply)
         children = psutil.Process().children()
         [models] = [child for child in children if "service.engines.model_process" in child.cmdline()]
         assert models.nice() == min(psutil.Process().nice() + 1, 19)
@@ -335,9 +335,9 @@ async def test_a_killed_process_of_models_is_503_and_starts_again(model_folder, 
         await asyncio.sleep(0.2)
         models.kill()
         status, body, head = await forward
-        told = json.loads(body)
-        assert (status, told["code"], head.headers["retry-after"]) == (503, "model_busy", "1")
-        assert "the process of the models ended and is started again" in told["detail"]
+        reply = json.loads(body)
+        assert (status, reply["code"], head.headers["retry-after"]) == (503, "model_busy", "1")
+        assert "the process of the models ended and is started again" in reply["detail"]
         deadline = time.monotonic() + 60
         while (await server.forward(short, NPZ))[0] != 200:
             assert time.monotonic() < deadline

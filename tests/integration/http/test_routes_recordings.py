@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 @asynccontextmanager
 async def moving(server, by=None, **more):
-    """A session whose robot sends frames and joints and is moved."""
+    """Yield a session whose robot sends frames and joints and moves."""
     await server.create("arm", by, rate=50, **more)
     showing = asyncio.create_task(show(server.transport.link))
     await server.call("POST", "/sessions/arm/start", by)
@@ -32,10 +32,10 @@ async def moving(server, by=None, **more):
     showing.cancel()
 
 
-async def until(server, wanted, path="/recordings", by=None):
+async def until(server, expected, path="/recordings", by=None):
     for _ in range(2400):
         _, found = await server.call("GET", path, by)
-        if wanted(found):
+        if expected(found):
             return found
         await asyncio.sleep(0.025)
     raise AssertionError(found)
@@ -45,7 +45,7 @@ def recording(status):
     return status["stats"]["recording"]
 
 
-async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, monkeypatch):
+async def test_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, monkeypatch):
     folder = tmp_path / "kept"
     begun_in, begin = [], subprocess.Popen.__init__
     monkeypatch.setattr(
@@ -76,7 +76,9 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
         feeding.cancel()
         (one,) = await until(server, lambda found: found[0]["dataset"] == "ready")
         assert begun_in
-        assert threading.main_thread() not in begun_in, "to begin a process stops the loop, and every robot's tick"
+        assert threading.main_thread() not in begun_in, (
+            "starting a process on the main thread would block the loop and the ticks"
+        )
         assert (one["state"], one["episodes"]) == ("off", 2)
         assert one["bytes"] > 1000
         assert str(tmp_path) not in json.dumps(one)
@@ -92,12 +94,12 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
         assert (await server.call("DELETE", f"/recordings/{one['name']}"))[0] == 404
 
 
-async def test_a_recording_is_switched_on_and_off_while_the_robot_moves(serve, tmp_path):
+async def test_recording_is_switched_during_motion(serve, tmp_path):
     settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
     async with serve(**settings) as server, moving(server):
         assert recording((await server.call("GET", "/sessions/arm"))[1])["state"] == "off"
-        status, told = await server.call("POST", "/sessions/arm/record", json={"on": True})
-        assert (status, told["recording"]["state"]) == (200, "on")
+        status, reply = await server.call("POST", "/sessions/arm/record", json={"on": True})
+        assert (status, reply["recording"]["state"]) == (200, "on")
         await until(server, lambda one: recording(one)["seconds"] > 0.2, "/sessions/arm")
         await server.call("POST", "/sessions/arm/record", json={"on": False})
         (one,) = await until(server, lambda found: found and found[0]["state"] == "off")
@@ -106,7 +108,7 @@ async def test_a_recording_is_switched_on_and_off_while_the_robot_moves(serve, t
         assert (status["status"], recording(status)["state"]) == ("running", "off")
 
 
-async def test_a_recording_is_its_owners_alone(serve, tmp_path):
+async def test_recording_is_visible_only_to_its_owner(serve, tmp_path):
     roles = {"ann": Role.OPERATOR, "bob": Role.OPERATOR}
     settings = {"recording_free": 0, "recording_datasets": False, "policy_owners": ("policies",)}
     async with serve(roles=roles, state=str(tmp_path), **settings) as server:
@@ -119,7 +121,7 @@ async def test_a_recording_is_its_owners_alone(serve, tmp_path):
         assert (await server.call("DELETE", f"/recordings/{one['name']}", "ann"))[0] == 200
 
 
-async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serve, tmp_path):
+async def test_server_shutdown_leaves_a_complete_recording(serve, tmp_path):
     async with serve(recordings=str(tmp_path), recording_free=0) as server, moving(server, record=True):
         await until(server, lambda one: one["stats"]["commands_sent"] > 5, "/sessions/arm")
     (path,) = tmp_path.glob("*.mcap")
@@ -127,7 +129,7 @@ async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serv
     assert len(list(McapSource(path).steps())) > 4
 
 
-async def test_a_recording_ends_with_a_session_that_fails(serve, tmp_path):
+async def test_recording_ends_with_a_failed_session(serve, tmp_path):
     policy = ScriptedPolicy()
     settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
     async with serve(load=ScriptedLoader(lambda: policy), **settings) as server, moving(server, record=True):
@@ -138,7 +140,7 @@ async def test_a_recording_ends_with_a_session_that_fails(serve, tmp_path):
 
 
 async def read_pages(server, path):
-    """Follow the Link header of each page; returns the pages."""
+    """Follow the Link header of each page and return the pages."""
     pages, url = [], server.url + path
     while url:
         async with server.http.get(url) as answer:
@@ -161,18 +163,18 @@ async def test_recordings_are_listed_in_pages(serve, tmp_path, monkeypatch):
         names = [[one["name"] for one in page] for page in pages]
         assert names == [["arm-4", "arm-3"], ["arm-2", "arm-1"], ["arm-0", "damaged"]]
         assert await read_pages(server, "/recordings") == [[*pages[0], *pages[1], *pages[2]]]
-        assert len(read) == 6, "a file that has not changed is read once"
+        assert len(read) == 6, "an unchanged file is read once"
         shutil.copy(golden, tmp_path / "damaged.mcap")
         (tmp_path / "arm-4.mcap").unlink()
         (listed,) = await read_pages(server, "/recordings")
         assert [one["name"] for one in listed] == ["damaged", "arm-3", "arm-2", "arm-1", "arm-0"]
         assert listed[0]["session_id"] == "demo-arm"
         for query, place in (("limit=0", "limit"), ("limit=501", "limit"), ("before=arm-4", "before")):
-            status, told = await server.call("GET", f"/recordings?{query}")
-            assert (status, told["detail"][0]["loc"]) == (422, ["query", place])
+            status, reply = await server.call("GET", f"/recordings?{query}")
+            assert (status, reply["detail"][0]["loc"]) == (422, ["query", place])
 
 
-async def test_a_kept_list_of_recordings_shows_every_change(tmp_path, monkeypatch):
+async def test_cached_list_of_recordings_shows_each_change(tmp_path, monkeypatch):
     (golden,) = (GOLDEN / "files_of_0_1" / "recordings").glob("*.mcap")
     shutil.copy(golden, tmp_path / "a.mcap")
     (tmp_path / "growing.mcap").write_bytes(b"")
@@ -181,7 +183,7 @@ async def test_a_kept_list_of_recordings_shows_every_change(tmp_path, monkeypatc
     os.utime(tmp_path, (long_ago, long_ago))
     kept = library.RecordingLibrary(tmp_path)
     entries = kept.list_entries()
-    assert kept.list_entries() is entries, "the folder is not read again"
+    assert kept.list_entries() is entries, "an unchanged folder is not read again"
     (tmp_path / "growing.mcap").write_bytes(golden.read_bytes())
     assert kept.list_entries() is entries
     assert kept.read_entry("growing").session_id == "demo-arm"
@@ -191,7 +193,7 @@ async def test_a_kept_list_of_recordings_shows_every_change(tmp_path, monkeypatc
     assert [entry.name for entry in kept.list_entries()] == ["growing", "a"]
 
 
-async def test_a_server_without_a_folder_says_so(server):
+async def test_server_without_a_recording_folder_reports_it(server):
     status, refused = await server.create("arm", record=True)
     assert (status, refused["detail"][0]["loc"]) == (422, ["body", "record"])
     assert "--recordings" in refused["detail"][0]["msg"]
@@ -209,7 +211,7 @@ async def test_names_are_never_paths(serve, tmp_path, name):
 
 
 @pytest.mark.parametrize("after", [0.0, 0.3])
-async def test_a_process_that_is_ended_leaves_nothing_open(after):
+async def test_cancelled_process_leaves_no_open_pipe(after):
     pipes, begin = [], subprocess.Popen.__init__
 
     def remember(self, *how, **more):

@@ -9,7 +9,7 @@ from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPo
 from tests.testing.rig import expect_refusal
 
 
-async def test_a_session_is_made_listed_looked_at_and_deleted(server):
+async def test_session_is_created_listed_shown_and_deleted(server):
     status, made = await server.create("arm", camera_names=["front"], workspace_id="shop")
     assert (status, made) == (
         200,
@@ -33,36 +33,36 @@ async def test_a_session_is_made_listed_looked_at_and_deleted(server):
     assert server.transport.links[-1].is_closed
 
 
-async def test_a_workspace_is_made_when_none_is_given(server):
+async def test_workspace_is_created_by_default(server):
     first, second = [(await server.create(name))[1]["workspace_id"] for name in ("a", "b")]
     assert first
     assert second
     assert first != second
 
 
-async def test_start_stop_and_restart_say_what_became_of_the_session(server):
+async def test_start_stop_and_restart_return_the_new_status(server):
     await server.create()
     for move, stage in (("start", "running"), ("stop", "stopped"), ("restart", "running")):
-        status, told = await server.call("POST", f"/sessions/arm/{move}")
-        assert (status, told["session_id"], told["status"]) == (200, "arm", stage)
-        assert "arm" in told["message"]
+        status, reply = await server.call("POST", f"/sessions/arm/{move}")
+        assert (status, reply["session_id"], reply["status"]) == (200, "arm", stage)
+        assert "arm" in reply["message"]
 
 
-async def test_an_unknown_session_is_404(server):
+async def test_unknown_session_is_404(server):
     moves = [("POST", f"/sessions/nobody/{move}") for move in ("start", "stop", "restart")]
     debug = [("POST", "/debug/sessions/nobody/reset"), ("GET", "/debug/sessions/nobody/queue")]
     for method, path in [("GET", "/sessions/nobody"), ("DELETE", "/sessions/nobody"), *moves, *debug]:
-        status, told = await server.call(method, path)
-        assert (status, told) == (404, {"detail": "Session nobody not found", "code": "unknown_session"}), path
+        status, reply = await server.call(method, path)
+        assert (status, reply) == (404, {"detail": "Session nobody not found", "code": "unknown_session"}), path
 
 
-async def test_a_forbidden_move_is_409_and_names_the_allowed_ones(server):
+async def test_forbidden_move_is_409_and_names_the_allowed_moves(server):
     await server.create()
     await server.call("POST", "/sessions/arm/start")
     expect_refusal(await server.call("POST", "/sessions/arm/start"), 409, "move_refused", "stop", "restart")
 
 
-async def test_a_create_may_take_longer_than_other_answers(serve):
+async def test_create_may_take_longer_than_other_requests(serve):
     async with serve(answer_deadline=0.2) as server:
         server.load.gate = threading.Event()
         create = asyncio.create_task(server.create())
@@ -72,7 +72,7 @@ async def test_a_create_may_take_longer_than_other_answers(serve):
         assert (await create)[0] == 200
 
 
-async def test_a_client_that_gives_up_finds_its_session_in_the_list(server):
+async def test_session_of_a_disconnected_client_is_listed(server):
     server.load.gate = threading.Event()
     create = asyncio.create_task(server.create())
     await server.until_loading()
@@ -88,13 +88,13 @@ async def test_a_client_that_gives_up_finds_its_session_in_the_list(server):
     pytest.fail(f"still {listed}")
 
 
-async def test_an_unloadable_policy_is_422_and_stays_listed(server):
+async def test_unloadable_policy_is_422_and_stays_listed(server):
     from jaxmodels.errors import CheckpointError
 
     server.load.failure = CheckpointError("config.json is missing")
-    status, told = await server.create(policy_path="/models/act")
+    status, reply = await server.create(policy_path="/models/act")
     assert status == 422
-    [entry] = told["detail"]
+    [entry] = reply["detail"]
     assert (entry["loc"], entry["type"]) == (["body", "policy_path"], "policy")
     assert "config.json is missing" in entry["msg"]
     assert "'/models/act'" in entry["msg"]
@@ -122,7 +122,7 @@ async def test_two_sessions_never_share_a_room(server, first, second, room):
     assert status == 200
     names = map(repr, (room, "lab", first[0], second[0]))
     expect_refusal(await server.create(second[0], **one_camera(second[1])), 409, "rooms_taken", *names)
-    # The first session keeps its rooms, and each of these has rooms of its own.
+    # The first session keeps its rooms, and each second session has other rooms.
     assert (await server.call("GET", f"/sessions/{first[0]}"))[1]["rooms"]["camera_room_ids"] == made["camera_room_ids"]
     assert (await server.create(second[0], **one_camera(second[1], workspace_id="other")))[0] == 200
     assert (await server.create("third", **one_camera(second[1])))[0] == 200
@@ -132,46 +132,46 @@ async def test_two_sessions_never_share_a_room(server, first, second, room):
     assert (await server.create(second[0], **one_camera(second[1])))[0] == 200
 
 
-async def test_of_two_creates_at_once_one_gets_the_room(server):
+async def test_one_of_two_concurrent_creates_gets_the_room(server):
     names = [("arm-left", "wrist"), ("arm", "left-wrist")]
     found = await asyncio.gather(*(server.create(name, **one_camera(camera)) for name, camera in names))
     assert sorted(status for status, _ in found) == [200, 409]
 
 
-async def test_rooms_are_compared_among_sessions_that_have_rooms(server):
+async def test_failed_session_does_not_reserve_rooms(server):
     assert (await server.create("arm-left", **one_camera("wrist", transport_server_url="direct")))[0] == 200
     assert (await server.create("arm", **one_camera("left-wrist")))[0] == 200
     assert (await server.create("leg-left", **one_camera("wrist", policy_type="diffusion")))[0] == 422
     assert (await server.create("leg", **one_camera("left-wrist")))[0] == 200, "a failed session has no rooms"
 
 
-async def test_a_session_renames_a_camera_with_any_name(serve):
+async def test_session_renames_a_camera_with_any_name(serve):
     needs = replace(SO100_REQUIREMENTS, cameras={"Top Cam": (48, 64), "caméra": (48, 64)})
     async with serve(load=ScriptedLoader(lambda: ScriptedPolicy(needs))) as server:
         rename = {"Top Cam": "top", "caméra": "side"}
-        status, told = await server.create(camera_names=["top", "side"], rename=rename, workspace_id="lab")
-        assert (status, told["camera_room_ids"]) == (200, {"top": "arm-top", "side": "arm-side"})
-        status, told = await server.create("other", camera_names=["top", "side"])
-        assert (status, "send rename" in told["detail"][0]["msg"]) == (422, True)
-        status, told = await server.create("other", camera_names=["Top Cam", "side"])
-        assert (status, told["detail"][0]["loc"]) == (422, ["body", "camera_names", 0])
+        status, reply = await server.create(camera_names=["top", "side"], rename=rename, workspace_id="lab")
+        assert (status, reply["camera_room_ids"]) == (200, {"top": "arm-top", "side": "arm-side"})
+        status, reply = await server.create("other", camera_names=["top", "side"])
+        assert (status, "send rename" in reply["detail"][0]["msg"]) == (422, True)
+        status, reply = await server.create("other", camera_names=["Top Cam", "side"])
+        assert (status, reply["detail"][0]["loc"]) == (422, ["body", "camera_names", 0])
 
 
-async def test_a_transport_that_fails_is_502(server):
+async def test_failed_transport_is_502(server):
     server.transport.refuse = TransportError("rooms.example: connection refused")
     expect_refusal(await server.create(), 502, "transport", "connection refused")
 
 
-async def test_a_bug_of_the_loader_is_reported_by_its_kind_only(server):
+async def test_bug_of_the_loader_shows_only_the_type_of_its_error(server):
     server.load.failure = RuntimeError("token hf_abcdefgh in /root/secrets")
-    status, told = await server.create()
+    status, reply = await server.create()
     assert status == 422
-    assert "RuntimeError" in str(told)
-    assert "hf_" not in str(told)
-    assert "/root" not in str(told)
+    assert "RuntimeError" in str(reply)
+    assert "hf_" not in str(reply)
+    assert "/root" not in str(reply)
 
 
-async def test_no_more_sessions_than_the_settings_allow(serve):
+async def test_number_of_sessions_is_limited(serve):
     async with serve(max_sessions=1) as server:
         assert (await server.create("a"))[0] == 200
         expect_refusal(await server.create("b"), 429, "too_many_sessions")
@@ -180,5 +180,5 @@ async def test_no_more_sessions_than_the_settings_allow(serve):
 async def test_names_in_paths_may_be_percent_encoded(server):
     await server.create("arm.1")
     assert (await server.call("GET", "/sessions/arm%2E1"))[0] == 200
-    status, told = await server.call("GET", "/sessions/no%20such%2Fname")
-    assert (status, told["detail"]) == (404, "Session no such/name not found")
+    status, reply = await server.call("GET", "/sessions/no%20such%2Fname")
+    assert (status, reply["detail"]) == (404, "Session no such/name not found")

@@ -19,7 +19,7 @@ async def running() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def server(running: Server) -> AsyncIterator[Server]:
-    """One server for all tests here; the sessions of a test are deleted after it."""
+    """Return the one server of all tests here, and delete the sessions of a test afterwards."""
     yield running
     for session in (await running.call("GET", "/sessions"))[1]:
         await running.call("DELETE", f"/sessions/{session['session_id']}")
@@ -27,12 +27,12 @@ async def server(running: Server) -> AsyncIterator[Server]:
 
 
 async def refused(server, **how):
-    status, told = await server.call("POST", "/sessions", **how)
-    assert status == 422, told
-    assert set(told) == {"detail"}
-    for entry in told["detail"]:
+    status, reply = await server.call("POST", "/sessions", **how)
+    assert status == 422, reply
+    assert set(reply) == {"detail"}
+    for entry in reply["detail"]:
         assert set(entry) == {"loc", "msg", "type"}
-    return told["detail"]
+    return reply["detail"]
 
 
 async def refused_body(server, **more):
@@ -40,7 +40,7 @@ async def refused_body(server, **more):
     return await refused(server, json=fields)
 
 
-async def test_a_missing_body_is_a_missing_field(server):
+async def test_missing_body_is_a_missing_field(server):
     assert await refused(server) == [{"loc": ["body"], "msg": "Field required", "type": "missing"}]
 
 
@@ -57,14 +57,14 @@ async def test_a_missing_body_is_a_missing_field(server):
         ("1" * 5000, 0),
     ],
 )
-async def test_what_is_not_json_is_told_with_its_position(server, text, position):
+async def test_invalid_json_is_reported_with_its_position(server, text, position):
     [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
     constant = next((found for found in ("NaN}", "-Infinity", "Infinity") if found in text), "").rstrip("}")
-    said = f": {constant} is not a JSON number; send a finite number" if constant else ""
-    assert entry == {"loc": ["body", position], "msg": f"JSON decode error{said}", "type": "json_invalid"}
+    hint = f": {constant} is not a JSON number; send a finite number" if constant else ""
+    assert entry == {"loc": ["body", position], "msg": f"JSON decode error{hint}", "type": "json_invalid"}
 
 
-async def test_a_long_body_or_one_of_many_values_is_refused_unread(server):
+async def test_long_body_or_many_values_are_refused_unparsed(server):
     many = "[" + "{}," * 5000 + "0]"
     for text in (
         "[" * 200_000,
@@ -75,7 +75,7 @@ async def test_a_long_body_or_one_of_many_values_is_refused_unread(server):
     ):
         [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
         assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
-    # Commas in a text are none.
+    # Commas inside a text do not count.
     status, _ = await server.create("arm", language_instruction="\t,\n," * 1024)
     assert status == 200
 
@@ -83,12 +83,12 @@ async def test_a_long_body_or_one_of_many_values_is_refused_unread(server):
 @pytest.mark.parametrize(
     ("value", "places"), [("abc", [[], []]), (-1, [[], []]), ({"Jaw": -1}, [[], ["Jaw"]]), ({"Jaw": {}}, [[], ["Jaw"]])]
 )
-async def test_the_place_of_an_error_has_no_names_of_types(server, value, places):
+async def test_location_of_an_error_has_no_type_names(server, value, places):
     entries = await refused_body(server, max_relative_target=value)
     assert [entry["loc"] for entry in entries] == [["body", "max_relative_target", *place] for place in places]
 
 
-async def test_the_number_of_reported_errors_is_limited(server):
+async def test_number_of_reported_errors_is_limited(server):
     entries = await refused_body(server, max_relative_target={f"joint{number}": -1 for number in range(1000)})
     assert len(entries) == 65
     assert entries[-1]["type"] == "too_many_errors"
@@ -97,25 +97,25 @@ async def test_the_number_of_reported_errors_is_limited(server):
     assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
 
 
-async def test_bytes_that_are_no_text_are_not_json(server):
+async def test_invalid_utf8_is_not_json(server):
     [entry] = await refused(server, data=b'{"session_id": "\xff\xfe"}', headers={"content-type": "application/json"})
     assert entry["type"] == "json_invalid"
 
 
-async def test_a_duplicate_name_in_an_object_is_refused(server):
+async def test_duplicate_name_in_an_object_is_refused(server):
     body = '{"session_id": "arm", "policy_path": "p", "transport_server_url": "direct", "rate": 30, "rate": 200}'
     [entry] = await refused(server, data=body, headers={"content-type": "application/json"})
     assert (entry["type"], entry["msg"]) == ("json_invalid", "JSON decode error: a name stands twice in one object")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-async def test_another_content_type_is_refused(server, kind):
+async def test_other_content_types_are_refused(server, kind):
     [entry] = await refused(server, data=json.dumps({"session_id": "arm"}), headers={"content-type": kind})
     assert (entry["loc"], entry["type"]) == (["body"], "content_type")
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/vnd.robot+json", "APPLICATION/JSON"])
-async def test_json_under_its_other_names_is_read(server, kind):
+async def test_other_names_of_json_are_accepted(server, kind):
     entries = await refused(server, data="{}", headers={"content-type": kind})
     assert [entry["loc"][1] for entry in entries] == ["session_id", "policy_path", "transport_server_url"]
     assert {entry["type"] for entry in entries} == {"missing"}
@@ -164,7 +164,7 @@ async def test_json_under_its_other_names_is_read(server, kind):
         ("prompt_cut", "end", [], "literal_error"),
     ],
 )
-async def test_a_field_that_does_not_fit_is_told_by_its_place(server, field, value, place, kind):
+async def test_invalid_field_is_reported_with_its_location(server, field, value, place, kind):
     [entry] = await refused_body(server, **{field: value})
     assert entry["loc"] == ["body", field, *place]
     assert entry["type"] == kind
@@ -172,7 +172,7 @@ async def test_a_field_that_does_not_fit_is_told_by_its_place(server, field, val
 
 
 @pytest.mark.parametrize("path", ["/sessions/a%00b", "/sessions/%00", "/deployments/a%00", "/recordings/arm%00"])
-async def test_a_nul_in_an_id_is_refused(server, path):
+async def test_nul_in_an_id_is_refused(server, path):
     method = "DELETE" if path.startswith("/recordings") else "GET"
     async with server.http.request(method, path) as answer:
         [entry] = (await answer.json())["detail"]
@@ -193,14 +193,14 @@ async def test_a_nul_in_an_id_is_refused(server, path):
         ("joint_name", "joint_names"),
     ],
 )
-async def test_an_unknown_field_is_refused_with_the_nearest_name(server, field, near):
+async def test_unknown_field_is_refused_with_the_nearest_name(server, field, near):
     [entry] = await refused_body(server, **{field: 0.5})
     assert (entry["loc"], entry["type"]) == (["body", field], "extra_forbidden")
     assert entry["msg"].startswith(f"unknown field {field!r}; did you mean {near!r}?")
     assert (await server.call("GET", "/sessions"))[1] == []
 
 
-async def test_an_unknown_field_without_a_near_name_is_refused_with_all_names(server):
+async def test_unknown_field_without_a_near_name_lists_all_names(server):
     [entry] = await refused_body(server, someday="maybe")
     assert "the known fields are: session_id, policy_path" in entry["msg"]
     [entry] = await refused_body(server, **{"x" * 5000: 1})
@@ -213,22 +213,22 @@ async def test_an_unknown_field_without_a_near_name_is_refused_with_all_names(se
     ("body", "found"),
     [("[]", "a list"), ('"x"', "a string"), ("null", "null"), ("true", "a boolean"), ("1", "a number")],
 )
-async def test_a_body_that_is_no_object_is_refused_with_its_type(server, body, found):
-    status, told = await server.call("POST", "/sessions", data=body, headers={"content-type": "application/json"})
-    [entry] = told["detail"]
+async def test_body_that_is_not_an_object_is_refused_with_its_type(server, body, found):
+    status, reply = await server.call("POST", "/sessions", data=body, headers={"content-type": "application/json"})
+    [entry] = reply["detail"]
     assert (status, entry["loc"], entry["msg"]) == (422, ["body"], f"Body should be a JSON object, got {found}")
 
 
-async def test_every_request_refuses_fields_that_it_does_not_take(server):
+async def test_each_request_refuses_unknown_fields(server):
     await server.create()
     moves = ("start", "restart", "rollback", "policy", "record")
     for path in (*(f"/sessions/arm/{move}" for move in moves), "/debug/sessions/arm/reset", "/tickets"):
-        status, told = await server.call("POST", path, json={"dry_run": True})
-        assert (status, ["body", "dry_run"] in [entry["loc"] for entry in told["detail"]]) == (422, True), path
+        status, reply = await server.call("POST", path, json={"dry_run": True})
+        assert (status, ["body", "dry_run"] in [entry["loc"] for entry in reply["detail"]]) == (422, True), path
     assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"
 
 
-async def test_a_start_takes_an_empty_object_and_a_stop_takes_anything(server):
+async def test_start_accepts_an_empty_object_and_stop_any_body(server):
     await server.create()
     assert (await server.call("POST", "/sessions/arm/start", json={}))[0] == 200
     assert (await server.call("POST", "/sessions/arm/stop", json={"now": True}))[0] == 200
@@ -252,7 +252,7 @@ async def test_a_start_takes_an_empty_object_and_a_stop_takes_anything(server):
         ({"session_id": "x" * 4000}, "'" + "x" * 200 + "...'"),
     ],
 )
-async def test_errors_show_the_value_that_was_sent(server, more, shown):
+async def test_errors_show_the_sent_value(server, more, shown):
     entries = await refused_body(server, **more)
     assert shown in entries[0]["msg"]
     assert len(str(entries)) < 1500
@@ -276,7 +276,7 @@ async def test_errors_never_show_secrets(server, more):
     assert SECRET not in str(entries)
 
 
-async def test_queries_are_checked_too(server):
+async def test_queries_are_validated(server):
     for query, place in (
         ("limit=0", "limit"),
         ("limit=", "limit"),
@@ -286,5 +286,5 @@ async def test_queries_are_checked_too(server):
         ("before=x", "before"),
         ("level=loud", "level"),
     ):
-        status, told = await server.call("GET", f"/debug/logs?{query}")
-        assert (status, told["detail"][0]["loc"]) == (422, ["query", place])
+        status, reply = await server.call("GET", f"/debug/logs?{query}")
+        assert (status, reply["detail"][0]["loc"]) == (422, ["query", place])

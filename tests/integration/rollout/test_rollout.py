@@ -1,4 +1,4 @@
-"""Another policy for a running robot: it is let in at a chunk boundary, or not at all, or taken back."""
+"""Another policy for a running robot: swapped in at a chunk boundary, refused, or rolled back."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ from tests.testing.waiting import until
 
 SHA, NEXT = "a" * 40, "b" * 40
 NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
-# A busy machine takes as much time from any policy as the gates allow one.
+# On a busy machine, latency is no reason for a refusal.
 UNHURRIED = GateLimits(slow=10.0)
 
 
@@ -39,7 +39,7 @@ class Rig(SessionRig):
         super().__init__(NEW, stuck_after=stuck_after)
         self.policy = ScriptedPolicy(commit=SHA)
         self.rollout = Rollout(self.sessions, settings)
-        self.told: list[str] = []
+        self.progress: list[str] = []
 
     async def swapped(self, policy: ScriptedPolicy | None = None) -> Session:
         session = await self.running()
@@ -57,11 +57,11 @@ class Rig(SessionRig):
 
     async def prepare(self, policy: ScriptedPolicy, sha: str = NEXT):
         self.policies[f"/files/{sha}"] = policy
-        return await self.rollout.prepare("s", "owner/name", sha, Path(f"/files/{sha}"), self.told.append)
+        return await self.rollout.prepare("s", "owner/name", sha, Path(f"/files/{sha}"), self.progress.append)
 
 
-class KeptWaiting:
-    """Count the ticks that the machine took: waits for a core by the kernel's count, and pauses of all cores."""
+class LostTicks:
+    """Count ticks lost to the machine: waits for a core by the kernel's counters, and pauses of all cores."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._meter = Meter(lambda: [os.getpid()])
@@ -72,7 +72,7 @@ class KeptWaiting:
     def ticks(self) -> int:
         self._meter.look()
         taken = self._meter.waited[-1][1] + self._pauses.lost(self._began)
-        # A pause begins before the timer is due, and ends in the middle of a tick.
+        # A pause begins before the timer is due and ends within a tick.
         return int(taken * (NEW.rate or 0)) + 2 * sum(end > self._began for _, end in self._pauses._stood)
 
 
@@ -82,8 +82,8 @@ def rigged(
     seconds: float = 0.3,
     fade: float = 0.2,
     step: float = 0.15,
-    missed: float = 1e3,  # what a busy machine misses speaks against nobody here
-    standing: float = 1e3,  # nor how long it lets a robot wait
+    missed: float = 1e3,  # Ticks missed by a busy machine cause no rollback.
+    standing: float = 1e3,  # Long waits cause no rollback either.
     limits: GateLimits | None = None,
     stuck_after: float = 5.0,
 ) -> Rig:
@@ -105,7 +105,7 @@ async def watched() -> AsyncIterator[Rig]:
         yield made
 
 
-async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig) -> None:
+async def test_better_policy_takes_over_at_a_chunk_boundary(rig: Rig) -> None:
     session = await rig.running()
     (follower,) = rig.rollout.list_followers()
     assert (follower.repo, follower.ref, follower.sha, follower.mode) == ("owner/name", None, SHA, "swap")
@@ -113,9 +113,9 @@ async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig
     verdict = await rig.prepare(better)
     assert verdict.reason is None, verdict.text
     assert verdict.figures["compared"] > 0  # type: ignore[operator]
-    assert rig.told == ["loading", "reading", "compiling", "checking"] or "checking" in rig.told
+    assert rig.progress == ["loading", "reading", "compiling", "checking"] or "checking" in rig.progress
     assert session.policies.staged is not None
-    assert "device" not in {name for name in better.threads}, "it was tried out away from the robots"
+    assert "device" not in {name for name in better.threads}, "the trial does not run on the thread of the robots"
     verdict = await rig.rollout.swap("s", NEXT)
     assert verdict.reason is None, verdict.text
     assert "device" in better.threads
@@ -126,12 +126,12 @@ async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig
     assert rig.sha == NEXT
 
 
-async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else there is no more room for others when a policy comes that is twice as fast."""
+async def test_reserved_capacity_follows_the_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a policy that is twice as fast would leave no additional capacity."""
     learn = LatencyModel.record
 
     def learn_from_profiling(costs: LatencyModel, size: int, seconds: float) -> None:
-        """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
+        """Learn latencies from profiling alone, because requests of robots are slower on a busy machine."""
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
@@ -185,7 +185,7 @@ UNNAMED = replace(SO100_REQUIREMENTS, joint_names=None)
     ],
     ids=["inherited", "both unnamed", "other spelling", "wire names", "unnamed", "other order", "not as requested"],
 )
-async def test_a_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, requested, pushed, text) -> None:
+async def test_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, requested, pushed, text) -> None:
     rig.policies["owner/name"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, joint_names=running), commit=SHA)
     session = await rig.running(replace(NEW, joint_names=requested))
     verdict = await rig.prepare(ScriptedPolicy(replace(SO100_REQUIREMENTS, joint_names=pushed)))
@@ -202,7 +202,8 @@ async def test_a_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, 
 async def test_policy_that_cannot_read_the_instruction_is_refused(rig: Rig) -> None:
     reads = replace(SO100_REQUIREMENTS, language=True)
     rig.policies["owner/name"] = ScriptedPolicy(reads, commit=SHA)
-    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))  # it has seen nothing yet
+    # The session has no observation yet.
+    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))
     verdict = await rig.prepare(ScriptedPolicy(reads, unreadable="lift"))
     assert (verdict.reason, session.policies.staged) == ("policy_failed", None)
     assert "no instruction" in verdict.text
@@ -236,7 +237,7 @@ async def test_lost_device_on_probation_is_not_blamed_on_the_policy(rig: Rig) ->
     assert (verdict.reason, verdict.text) == ("busy", "no device works: the device is gone")
 
 
-async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_policy_counts_as_slow_after_two_slow_trials(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.running()
     engine, tried = rig.sessions.engine, list[float]()
 
@@ -246,7 +247,7 @@ async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytes
         return chunk, tried[-1]
 
     monkeypatch.setattr(engine, "run_trial", run_trial)
-    slow = range(LATENCY_RUNS - 2, LATENCY_RUNS)  # the machine stood still for a moment
+    slow = range(LATENCY_RUNS - 2, LATENCY_RUNS)  # As if the machine had paused.
     verdict = await rig.prepare(ScriptedPolicy())
     assert verdict.reason is None, verdict.text
     assert verdict.figures["inference_p90_ms"] == 1.0
@@ -288,11 +289,12 @@ async def test_bad_policy_is_refused_while_the_old_runs(policy: ScriptedPolicy, 
     async with rigged(limits=GateLimits() if reason == "slow" else UNHURRIED) as rig:
         session = await rig.running()
         missed, verdict = [], GateVerdict("unknown", "")
-        # A first inference that the machine kept back would make all of them slow ones.
+        # A slow first inference would raise the reference for all later ones.
         usual = session.robot_io.runner.seconds["total"]
         await until(lambda: (usual.percentile(90) or 0.0) < 0.05)
-        while not missed or (missed[-1] > 1 and len(missed) < 5):  # a busy machine may cost some, but not every time
-            before, kept_waiting = session.robot_io.controller.missed_ticks, KeptWaiting(pauses)
+        # A busy machine may cost some ticks, but not each time.
+        while not missed or (missed[-1] > 1 and len(missed) < 5):
+            before, kept_waiting = session.robot_io.controller.missed_ticks, LostTicks(pauses)
             verdict = await rig.prepare(policy)
             missed.append(session.robot_io.controller.missed_ticks - before - kept_waiting.ticks)
             assert verdict.reason == reason, verdict.text
@@ -305,13 +307,13 @@ async def test_bad_policy_is_refused_while_the_old_runs(policy: ScriptedPolicy, 
         assert session.robot_io.controller.hold is None
 
 
-async def test_only_many_missed_ticks_take_a_policy_back() -> None:
+async def test_only_many_missed_ticks_cause_a_rollback() -> None:
     async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
         session = await rig.swapped()
         control = session.robot_io.controller
         allowed = int(0.02 * 30.0 / control.period)
         probation = asyncio.create_task(rig.rollout.probation("s", NEXT))
-        control.missed_ticks += allowed // 2  # all at once, right after it took over
+        control.missed_ticks += allowed // 2  # All at once, directly after the swap.
         looked = control.ticks + 20
         await until(lambda: control.ticks > looked)
         assert not probation.done()
@@ -325,7 +327,7 @@ async def test_only_many_missed_ticks_take_a_policy_back() -> None:
 async def test_policy_whose_actions_are_always_late_fails_probation() -> None:
     async with rigged(seconds=30.0, patience=1.5, standing=0.5) as rig:
         session = await rig.swapped(late := ScriptedPolicy())
-        # Each answer finds all actions of its chunk over, so the queue runs dry only once.
+        # At each response, all actions of the chunk are over, so the queue runs dry only once.
         late.latency = 1.2 * session.robot_io.controller.config.chunk / session.robot_io.controller.config.action_rate
         verdict = await rig.rollout.probation("s", NEXT)
         assert verdict.reason == "starved", verdict
@@ -335,7 +337,7 @@ async def test_policy_whose_actions_are_always_late_fails_probation() -> None:
         await until(lambda: len(rig.transport.link.sent) > sent + 10)
 
 
-async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -> None:
+async def test_response_after_an_unrelated_hold_may_be_late() -> None:
     async with rigged(seconds=1.5, standing=0.1) as rig:
         session = await rig.swapped(slow := ScriptedPolicy())
         control = session.robot_io.controller
@@ -366,7 +368,7 @@ async def test_person_ends_a_probation(watched: Rig, by: str) -> None:
     assert (rig.sha, session.is_latched) == (SHA, by == "emergency_stop")
 
 
-async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
+async def test_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
     await rig.swapped()
     watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
     await rig.sessions.stop("s")
@@ -377,7 +379,7 @@ async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
     assert rig.sha == NEXT
 
 
-async def test_a_jump_on_probation_takes_the_policy_back() -> None:
+async def test_jump_on_probation_causes_a_rollback() -> None:
     async with rigged(step=0.01, seconds=30.0) as rig:
         await rig.swapped(jumpy := ScriptedPolicy(step=0.1))
         jumpy.step = 4.0
@@ -386,14 +388,14 @@ async def test_a_jump_on_probation_takes_the_policy_back() -> None:
         assert verdict.reason == "jump"
         assert "'" in verdict.text
         assert rig.sha == SHA
-        # Until the old one has answered, nothing more of the plan that jumped is done.
+        # Until the old policy has answered, the rest of the jumping chunk is not executed.
         sent = len(rig.transport.link.sent)
         await asyncio.sleep(0.08)
         assert len(rig.transport.link.sent) == sent
         await until(lambda: len(rig.transport.link.sent) > sent + 5)
 
 
-async def test_a_policy_taken_back_by_hand_is_in_memory_still(rig: Rig, pauses: Pauses) -> None:
+async def test_policy_of_a_manual_rollback_is_still_in_memory(rig: Rig, pauses: Pauses) -> None:
     await rig.running()
     assert (await rig.rollout.rollback("s")).reason == "no_previous"
     await rig.swap_in()
@@ -403,7 +405,7 @@ async def test_a_policy_taken_back_by_hand_is_in_memory_still(rig: Rig, pauses: 
     assert rig.sha == SHA
 
 
-async def test_a_stopped_robot_changes_at_once_and_a_robot_that_never_ran_too(rig: Rig) -> None:
+async def test_stopped_and_new_robots_swap_at_once(rig: Rig) -> None:
     await rig.sessions.create(NEW)
     verdict = await rig.prepare(ScriptedPolicy())
     assert verdict.reason is None
@@ -443,7 +445,7 @@ async def test_session_deleted_during_a_load_leaves_nothing(rig: Rig) -> None:
     assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
-async def test_each_move_of_a_session_is_an_event(rig: Rig) -> None:
+async def test_each_move_of_a_session_sends_an_event(rig: Rig) -> None:
     await rig.running()
     await rig.sessions.stop("s")
     await rig.sessions.emergency_stop("test")
@@ -528,7 +530,7 @@ async def test_new_frame_sizes_do_not_prevent_swap_or_rollback(rig: Rig) -> None
 LONG = replace(SO100_REQUIREMENTS, chunk=300, action_steps=300)
 
 
-async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pauses: Pauses) -> None:
+async def test_rollback_drops_the_chunk_of_the_removed_policy(pauses: Pauses) -> None:
     async with rigged() as rig:
         rig.policies["owner/name"] = ScriptedPolicy(LONG, step=0.01, commit=SHA)
         session = await rig.running()
@@ -552,7 +554,7 @@ class LaterWild(ScriptedPolicy):
 ENSEMBLE = replace(SO100_REQUIREMENTS, chunk=300, action_steps=1, temporal_ensemble_coeff=0.01)
 
 
-async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
+async def test_ensembling_judges_each_action_of_a_chunk() -> None:
     async with rigged() as rig:
         rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
         await rig.running()
@@ -560,21 +562,21 @@ async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
         assert (await rig.prepare(LaterWild(ENSEMBLE, step=0.01), "c" * 40)).reason == "out_of_range"
 
 
-async def test_with_ensembling_nothing_of_a_policy_that_is_taken_back_remains(pauses: Pauses) -> None:
+async def test_ensembling_drops_predictions_of_a_removed_policy(pauses: Pauses) -> None:
     async with rigged(fade=0.0) as rig:
         rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
         await rig.swapped(later := ScriptedPolicy(ENSEMBLE, step=0.01))
-        later.step = 0.45  # 300 of them stay believable
+        later.step = 0.45  # 300 steps stay within the believable range.
         await until(lambda: max(rig.transport.link.sent[-1].values.values()) > 30)
         assert (await rig.rollout.rollback("s")).reason is None
         began = time.monotonic()
         assert rig.sha == SHA
-        # Predictions of what was taken back would be averaged in for the 3 s that its chunk lasts.
+        # Otherwise, the average would include predictions of the removed policy for 3 s.
         await until(lambda: max(rig.transport.link.sent[-1].values.values()) < 10)
         assert pauses.running(began) < 1.0
 
 
-async def test_a_jump_of_a_joint_without_a_range_takes_the_policy_back() -> None:
+async def test_jump_of_a_joint_without_a_range_causes_a_rollback() -> None:
     async with rigged(seconds=30.0) as rig:
         needs = replace(SO100_REQUIREMENTS, joint_names=(*tuple(POSE)[:5], "lift"))
         rig.policies["owner/name"] = ScriptedPolicy(needs, commit=SHA)
@@ -589,7 +591,7 @@ async def test_a_jump_of_a_joint_without_a_range_takes_the_policy_back() -> None
         assert (await rig.rollout.probation("s", NEXT)).reason == "jump"
 
 
-async def test_a_session_of_the_same_name_with_another_policy_gets_nothing(rig: Rig) -> None:
+async def test_new_session_with_the_same_id_gets_no_older_update(rig: Rig) -> None:
     await rig.running()
     await rig.sessions.delete("s")
     rig.policies["other/name"] = ScriptedPolicy(commit="d" * 40)
@@ -598,7 +600,7 @@ async def test_a_session_of_the_same_name_with_another_policy_gets_nothing(rig: 
     assert session.policies.staged is None
 
 
-async def test_a_robot_that_was_moved_by_hand_while_it_stood_makes_no_jump(rig: Rig) -> None:
+async def test_robot_moved_by_hand_while_stopped_makes_no_jump(rig: Rig) -> None:
     await rig.running()
     assert (await rig.prepare(ScriptedPolicy())).reason is None
     await rig.sessions.stop("s")
@@ -613,7 +615,7 @@ async def test_a_robot_that_was_moved_by_hand_while_it_stood_makes_no_jump(rig: 
     assert rig.sha == NEXT
 
 
-async def test_verified_files_act_not_another_load_of_the_same_name(rig: Rig) -> None:
+async def test_verified_files_are_used_and_not_loaded_again(rig: Rig) -> None:
     session = await rig.running()
     unverified = ScriptedPolicy(commit=NEXT)
     rig.policies["owner/name"] = unverified
@@ -624,7 +626,7 @@ async def test_verified_files_act_not_another_load_of_the_same_name(rig: Rig) ->
     assert session.policies.staged.loaded.policy is verified
 
 
-async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: Rig) -> None:
+async def test_policy_is_freed_after_the_second_replacement(rig: Rig) -> None:
     session = await rig.running()
     seen: list[weakref.ref[ScriptedPolicy]] = []
     for number in range(4):
@@ -638,7 +640,7 @@ async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: R
 
 
 class CompilesInTheMiddle(ScriptedPolicy):
-    """As a real one: a frame size that is new is compiled by the first who comes with it."""
+    """Policy that, like a real one, compiles a new frame size at the first request with it."""
 
     def act(self, observation):
         sizes = {name.rpartition(".")[2]: value.shape[1:3] for name, value in observation.items() if value.ndim == 4}
@@ -647,7 +649,7 @@ class CompilesInTheMiddle(ScriptedPolicy):
         return super().act(observation)
 
 
-async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig: Rig) -> None:
+async def test_unused_frame_sizes_do_not_make_a_policy_slow(rig: Rig) -> None:
     rig.size = (30, 40)
     session = await rig.running()
     await until(lambda: session.robot_io is not None and len(session.robot_io.runner.recent) >= 2)
@@ -656,7 +658,7 @@ async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig
     assert (await rig.prepare(CompilesInTheMiddle())).reason is None
 
 
-async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig: Rig) -> None:
+async def test_missing_camera_does_not_make_a_policy_slow(rig: Rig) -> None:
     needs = replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)})
     rig.policies["owner/name"] = ScriptedPolicy(needs, commit=SHA)
     await rig.sessions.create(replace(NEW, camera_names=("front", "wrist")))
@@ -664,7 +666,7 @@ async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig:
     assert (await rig.prepare(CompilesInTheMiddle(needs))).reason is None
 
 
-async def test_bad_answers_of_the_running_policy_are_not_compared(rig: Rig) -> None:
+async def test_invalid_chunks_of_the_running_policy_are_not_compared(rig: Rig) -> None:
     session = await rig.running()
     old = rig.policies["owner/name"]
     old.failures.append(np.full((1, 20, 6), np.nan, np.float32))

@@ -1,4 +1,4 @@
-"""A transport server on loopback that can be killed, callers of it, sessions and robots in its rooms, a wire to cut."""
+"""A transport server on loopback that can be killed, its clients, sessions and robots in rooms, and a proxy."""
 
 import asyncio
 import io
@@ -32,7 +32,7 @@ class Socket:
         await self.raw.send_str(message if isinstance(message, str) else json.dumps(message))
 
     async def next(self) -> Any:
-        """The next message; None when the server closed."""
+        """Return the next message, or None if the server closed."""
         frame = await self.raw.receive(PATIENCE)
         return json.loads(frame.data) if frame.type is aiohttp.WSMsgType.TEXT else None
 
@@ -43,7 +43,7 @@ class Socket:
         raise AssertionError(f"closed before {kind}")
 
     async def is_silent(self) -> bool:
-        """Nothing was sent to this socket so far: the answer to a heartbeat is the next thing that comes."""
+        """Return whether no message arrived so far: the response to a heartbeat must be the next message."""
         await self.send({"type": "heartbeat"})
         return (await self.next())["type"] == "heartbeat_ack"
 
@@ -53,19 +53,19 @@ class Socket:
 
 @dataclass
 class Caller:
-    """Calls one server, under ``/`` or ``/api``."""
+    """Client of one server, under ``/`` or ``/api``."""
 
     session: aiohttp.ClientSession
     base: str
     prefix: str = ""
-    opened: list[Socket] = field(default_factory=list)  # held, or the collector closes them in mid-test
+    opened: list[Socket] = field(default_factory=list)  # Kept, because garbage collection would close them.
 
     def under(self, prefix: str) -> "Caller":
         return Caller(self.session, self.base, prefix, self.opened)
 
     async def call(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        # A stream, since aiohttp warns of large bodies that are bytes.
+        # Use a stream, because aiohttp warns about large bodies of bytes.
         stream = None if data is None else io.BytesIO(data)
         async with self.session.request(method, self.base + self.prefix + path, data=stream, **more) as response:
             return response.status, json.loads(await response.read())
@@ -83,7 +83,7 @@ class Caller:
         return self.opened[-1]
 
     async def open_socket(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
-        """Open a socket and send the join, without reading what comes back."""
+        """Open a socket and send the join without reading the response."""
         socket = await self.open(path, **more)
         await socket.send({"participant_id": participant_id, "role": role})
         return socket
@@ -94,26 +94,26 @@ class Caller:
         return socket
 
     async def pair(self, kind: str, room: str = "r") -> tuple[str, Socket, Socket]:
-        """A new room's path, its producer ``p`` and its consumer ``c``, of whom both know."""
+        """Create a room and return its path, its producer ``p`` and its consumer ``c`` after both have joined."""
         path = await self.room(kind, room)
         producer, consumer = await self.join(path, "p", "producer"), await self.join(path, "c", "consumer")
         if kind == "video":
             await producer.until("participant_joined")
         return path, producer, consumer
 
-    async def settled(self, path: str, **wanted: Any) -> Any:
+    async def settled(self, path: str, **expected: Any) -> Any:
         for _ in range(int(PATIENCE / 0.01)):
             _, answer = await self.call("GET", path)
             participants = answer["room"]["participants"]
-            if all(participants[key] == value for key, value in wanted.items()):
+            if all(participants[key] == value for key, value in expected.items()):
                 return answer["room"]
             await asyncio.sleep(0.01)
-        raise AssertionError(f"wanted {wanted}, found {participants}")
+        raise AssertionError(f"wanted {expected}, found {participants}")
 
 
 @dataclass
 class RecordingInbox:
-    """An ``Inbox`` that keeps what it gets."""
+    """An ``Inbox`` that stores all events."""
 
     frames: list[tuple[str, np.ndarray, float]] = field(default_factory=list)
     poses: list[dict[str, float]] = field(default_factory=list)
@@ -148,7 +148,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Caller]]
 
 @pytest.fixture
 def serve() -> Serve:
-    """``async with serve(join_timeout=1.0) as caller``: a server of these settings."""
+    """``async with serve(join_timeout=1.0) as caller``: a server with these settings."""
 
     @asynccontextmanager
     async def served(**settings: Any) -> AsyncIterator[Caller]:
@@ -166,14 +166,14 @@ async def caller(serve: Serve) -> AsyncIterator[Caller]:
         yield caller
 
 
-# Quick, but with room for a busy machine: a link is lost after 1.05 s.
+# Fast, with a margin for a busy machine: a link is lost after 1.05 s.
 QUICK = TransportTimeouts(
     join=2.0, request=2.0, heartbeat=0.5, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
 )
 
 
 class Server:
-    """A transport server that can die and come back at the same port."""
+    """A transport server that can be killed and restarted on the same port."""
 
     def __init__(self, stack: AsyncExitStack):
         self.url = ""
@@ -217,7 +217,7 @@ async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
 
 @pytest.fixture
 def connect(server: Server, seen: Any, quick: TransportTimeouts) -> Callable[..., AbstractAsyncContextManager[Any]]:
-    """``async with connect("front") as link``: a session's link, with these cameras."""
+    """``async with connect("front") as link``: a session's link with these cameras."""
 
     def link(*cameras: str, url: str = "", inbox: Any = seen, pace: TransportTimeouts = quick,
              workspace_id: str | None = "w", session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
@@ -229,7 +229,7 @@ def connect(server: Server, seen: Any, quick: TransportTimeouts) -> Callable[...
 
 @pytest.fixture
 def join_robot(server: Server, quick: TransportTimeouts) -> Callable[..., AbstractAsyncContextManager[Robot]]:
-    """``async with join_robot(link.rooms) as robot``: one that is in these rooms."""
+    """``async with join_robot(link.rooms) as robot``: a robot in these rooms."""
 
     def robot(
         rooms: Rooms, on_command: OnCommand = lambda values, at: None, pace: TransportTimeouts = quick, **more: Any
@@ -243,7 +243,7 @@ def join_robot(server: Server, quick: TransportTimeouts) -> Callable[..., Abstra
 def both(
     connect, join_robot, quick: TransportTimeouts
 ) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Robot]]]:
-    """``async with both("front") as (link, robot)``: a session's link, and its robot."""
+    """``async with both("front") as (link, robot)``: a session's link and its robot."""
 
     @asynccontextmanager
     async def joined(*cameras: str, pace: TransportTimeouts = quick, **more: Any) -> AsyncIterator[tuple[Any, Robot]]:

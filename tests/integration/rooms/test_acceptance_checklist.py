@@ -1,4 +1,4 @@
-"""The acceptance checklist of the wire, in its order: over real sockets."""
+"""The acceptance checklist of the wire, in its order, over real sockets."""
 
 import asyncio
 import fractions
@@ -17,14 +17,14 @@ VIDEO = "/video/workspaces/w/rooms"
 
 @pytest.fixture
 def api(caller):
-    """The server under ``/api``; `test_both_prefixes_have_the_same_routes` compares this with the root."""
+    """The server under ``/api``; `test_both_prefixes_have_the_same_routes` compares it with the root."""
     return caller.under("/api")
 
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
-async def test_the_list_of_an_unknown_workspace_is_empty(api, kind):
-    listed = {"success": True, "workspace_id": "nobody", "rooms": [], "total": 0}
-    assert await api.call("GET", f"/{kind}/workspaces/nobody/rooms") == (200, listed)
+async def test_list_of_an_unknown_workspace_is_empty(api, kind):
+    listed = {"success": True, "workspace_id": "unknown", "rooms": [], "total": 0}
+    assert await api.call("GET", f"/{kind}/workspaces/unknown/rooms") == (200, listed)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ async def test_the_list_of_an_unknown_workspace_is_empty(api, kind):
         ("robotics", "POST", "/command", {"joints": [{"name": "Jaw", "value": 1}]}),
     ],
 )
-async def test_an_unknown_room_is_404_with_detail(api, kinds, method, tail, body):
+async def test_unknown_room_is_404_with_detail(api, kinds, method, tail, body):
     for kind in kinds.split():
         found = await api.call(method, f"/{kind}/workspaces/w/rooms/none{tail}", body)
         assert found == (404, {"detail": "Room not found"})
@@ -57,7 +57,7 @@ async def test_create_makes_a_room_in_the_workspace_of_the_path(api, kind, body)
     assert [row["id"] for row in listing["rooms"]] == [answer["room_id"]]
 
 
-async def test_what_is_made_at_the_root_is_there_under_api(caller):
+async def test_room_created_at_the_root_exists_under_api(caller):
     path = await caller.room("robotics", "r")
     assert (await caller.under("/api").call("GET", path))[0] == 200
 
@@ -80,22 +80,22 @@ NO_FRAMES = {"frame_count": 0, "last_frame_time": None}
         ),
     ],
 )
-async def test_rooms_answer_in_their_exact_form(api, kind, head, row, room, state):
+async def test_room_responses_have_the_exact_form(api, kind, head, row, room, state):
     path = await api.room(kind, "r", config={"framerate": 25, "encoding": "h264"})
-    nobody = {"producer": None, "consumers": [], "total": 0}
-    row = {"id": "r", "workspace_id": "w", "participants": nobody, **row}
+    presence = {"producer": None, "consumers": [], "total": 0}
+    row = {"id": "r", "workspace_id": "w", "participants": presence, **row}
     _, listing = await api.call("GET", f"/{kind}/workspaces/w/rooms")
     assert listing == {"success": True, "workspace_id": "w", "rooms": [row], "total": 1}
     assert await api.call("GET", path) == (200, {"success": True, **head, "room": {**row, **room}})
     _, answer = await api.call("GET", f"{path}/state")
     undated(answer["state"])
-    state = {"room_id": "r", "workspace_id": "w", "participants": nobody, **state}
+    state = {"room_id": "r", "workspace_id": "w", "participants": presence, **state}
     assert answer == {"success": True, **head, "state": state}
     message = "Room r deleted successfully from workspace w"
     assert await api.call("DELETE", path) == (200, {"success": True, **head, "message": message})
 
 
-async def test_the_services_answer_for_themselves(api):
+async def test_health_and_status_of_both_services(api):
     await api.room("robotics", "r")
     assert await api.call("GET", "/health") == (200, {"status": "healthy", "server_running": True})
     for kind in ("robotics", "video"):
@@ -115,12 +115,12 @@ async def test_the_services_answer_for_themselves(api):
     assert (banner["status"], banner["service"]) == ("active", "video")
 
 
-# Joins: state_sync then joined; joined only; video without workspace_id; refusals and their close; bad join ends.
+# Joins: state_sync then joined; joined only; video without workspace_id; refusals and closes; invalid joins.
 
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("role", ["producer", "consumer"])
-async def test_a_join_is_confirmed_and_robotics_sends_the_state_first(api, kind, role):
+async def test_join_is_confirmed_and_robotics_sends_the_state_first(api, kind, role):
     socket = await api.open_socket(await api.room(kind, "r"), "x", role)
     if (kind, role) == ("robotics", "consumer"):
         assert undated(await socket.next()) == {"type": "state_sync", "data": {}}
@@ -131,7 +131,7 @@ async def test_a_join_is_confirmed_and_robotics_sends_the_state_first(api, kind,
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("why", ["second producer", "duplicate consumer", "unknown room"])
-async def test_a_refused_join_says_cannot_join_room_and_closes(api, kind, why):
+async def test_refused_join_sends_an_error_and_closes(api, kind, why):
     path, *_ = await api.pair(kind)
     where, who, role = {
         "second producer": (path, "q", "producer"),
@@ -159,7 +159,7 @@ async def test_a_refused_join_says_cannot_join_room_and_closes(api, kind, why):
         "[" * 99999,
     ],
 )
-async def test_a_bad_join_just_ends_the_connection(api, kind, first):
+async def test_invalid_join_ends_the_connection(api, kind, first):
     path = await api.room(kind, "r")
     socket = await api.open(path)
     await socket.send(first)
@@ -170,7 +170,7 @@ async def test_a_bad_join_just_ends_the_connection(api, kind, first):
 # joint_update: changed joints only, whole objects, source and UTC timestamp; and the REST command.
 
 
-async def test_consumers_get_only_the_joints_that_changed_as_whole_objects(api):
+async def test_consumers_get_changed_joints_as_complete_objects(api):
     _, producer, consumer = await api.pair("robotics")
     jaw = {"name": "Jaw", "value": 10, "index": 6, "speed": 3, "unit": {"of": "percent"}}
     pitch = {"name": "Pitch", "value": -4.5}
@@ -181,7 +181,7 @@ async def test_consumers_get_only_the_joints_that_changed_as_whole_objects(api):
     assert await producer.is_silent()
 
 
-async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(api):
+async def test_empty_or_unchanged_update_sends_no_message(api):
     _, producer, consumer = await api.pair("robotics")
     for data in ([{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1.0}], []):
         await producer.send({"type": "joint_update", "data": data})
@@ -192,7 +192,7 @@ async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(api):
     assert await consumer.is_silent()
 
 
-async def test_a_joint_update_from_a_consumer_is_ignored(api):
+async def test_joint_update_from_a_consumer_is_ignored(api):
     path = await api.room("robotics", "r")
     one, two = await api.join(path, "one", "consumer"), await api.join(path, "two", "consumer")
     await one.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
@@ -201,7 +201,7 @@ async def test_a_joint_update_from_a_consumer_is_ignored(api):
     assert (await api.call("GET", path))[1]["room"]["joints_count"] == 0
 
 
-async def test_joints_outlive_their_producer_and_a_later_consumer_gets_them(api):
+async def test_later_consumer_gets_joints_of_a_departed_producer(api):
     path = await api.room("robotics", "r")
     producer = await api.join(path, "p", "producer")
     await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 7.5}]})
@@ -212,7 +212,7 @@ async def test_joints_outlive_their_producer_and_a_later_consumer_gets_them(api)
     assert sync["data"] == {"Jaw": 7.5}
 
 
-async def test_a_rest_command_is_broadcast_with_source_api_and_a_null_speed(api):
+async def test_rest_command_is_broadcast_with_source_and_null_speed(api):
     path = await api.room("robotics", "r")
     consumer = await api.join(path, "c", "consumer")
     body = {"joints": [{"name": "Jaw", "value": 10}, {"name": "Pitch", "value": -360, "speed": 50}]}
@@ -225,11 +225,11 @@ async def test_a_rest_command_is_broadcast_with_source_api_and_a_null_speed(api)
     assert (await api.call("POST", f"{path}/command", body))[1]["joints_updated"] == 1
 
 
-# heartbeat, emergency_stop, unknown type, invalid JSON.
+# Messages: heartbeat, emergency_stop, unknown type, invalid JSON.
 
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
-async def test_a_heartbeat_is_answered_to_its_sender_only(api, kind):
+async def test_heartbeat_is_answered_to_its_sender_only(api, kind):
     path = await api.room(kind, "r")
     one, two = await api.join(path, "one", "consumer"), await api.join(path, "two", "consumer")
     if kind == "video":
@@ -244,7 +244,7 @@ async def test_a_heartbeat_is_answered_to_its_sender_only(api, kind):
 @pytest.mark.parametrize(
     ("kind", "default"), [("robotics", "Emergency stop from c"), ("video", "Emergency stop triggered")]
 )
-async def test_an_emergency_stop_reaches_everybody_its_sender_included(api, kind, default):
+async def test_emergency_stop_reaches_all_participants_and_its_sender(api, kind, default):
     path = await api.room(kind, "r")
     sockets = [
         await api.join(path, who, role) for who, role in (("p", "producer"), ("c", "consumer"), ("d", "consumer"))
@@ -257,7 +257,7 @@ async def test_an_emergency_stop_reaches_everybody_its_sender_included(api, kind
             assert undated(await socket.until("emergency_stop")) == stop
 
 
-async def test_an_emergency_stop_is_not_latched_by_the_room(api):
+async def test_emergency_stop_is_not_latched_by_the_room(api):
     _, producer, consumer = await api.pair("robotics")
     await consumer.send({"type": "emergency_stop"})
     await consumer.until("emergency_stop")
@@ -265,7 +265,7 @@ async def test_an_emergency_stop_is_not_latched_by_the_room(api):
     assert (await consumer.next())["type"] == "joint_update"
 
 
-async def test_an_unknown_type_is_an_error_in_robotics_and_nothing_in_video(api):
+async def test_unknown_type_is_an_error_in_robotics_only(api):
     robot = await api.join(await api.room("robotics", "r"), "p", "producer")
     await robot.send({"type": "dance"})
     assert undated(await robot.next()) == {"type": "error", "message": "Unknown message type: dance"}
@@ -274,7 +274,7 @@ async def test_an_unknown_type_is_an_error_in_robotics_and_nothing_in_video(api)
     assert await camera.is_silent()
 
 
-async def test_a_type_that_robotics_knows_and_does_not_act_on_is_nothing(api):
+async def test_known_type_without_effect_gets_no_response(api):
     robot = await api.join(await api.room("robotics", "r"), "p", "producer")
     for kind in ("status_update", "consumer_status", "state_sync", "joined", "error", "heartbeat_ack"):
         await robot.send({"type": kind})
@@ -283,7 +283,7 @@ async def test_a_type_that_robotics_knows_and_does_not_act_on_is_nothing(api):
 
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("text", ["{", "", "nul", "[1, 2]", "7", "[" * 99999, '{"type":' * 9999])
-async def test_invalid_json_is_nothing_and_the_socket_lives(api, kind, text):
+async def test_invalid_json_is_ignored_and_the_socket_stays_open(api, kind, text):
     path = await api.room(kind, "r")
     socket = await api.join(path, "p", "producer")
     await socket.send(text)
@@ -293,7 +293,7 @@ async def test_invalid_json_is_nothing_and_the_socket_lives(api, kind, text):
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", '"12"', "null", "true", "[1]", "1" + "0" * 400]
 )
-async def test_a_value_that_is_no_finite_number_is_refused_and_never_relayed(api, value):
+async def test_non_finite_value_is_refused_and_not_relayed(api, value):
     path, producer, consumer = await api.pair("robotics")
     update = '{"type":"joint_update","data":[{"name":"Pitch","value":1},{"name":"Jaw","value":VALUE}]}'
     await producer.send(update.replace("VALUE", value))
@@ -340,7 +340,7 @@ async def test_signals_are_pushed_to_the_other_peer(api):
         ("p", {"type": "candidate-pair"}),
     ],
 )
-async def test_a_signal_without_target_or_of_the_wrong_role_is_dropped(api, client_id, message):
+async def test_signal_without_target_or_of_wrong_role_is_dropped(api, client_id, message):
     path, producer, consumer = await api.pair("video", "v")
     answer = {"success": True, "workspace_id": "w", "message": "Signal processed"}
     assert await api.signal(path, client_id, **message) == (200, answer)
@@ -357,14 +357,14 @@ async def test_a_signal_without_target_or_of_the_wrong_role_is_dropped(api, clie
         ("p", {"target_consumer": "gone"}, "Offer forwarded to consumer"),
     ],
 )
-async def test_an_offer_that_reaches_nobody_is_taken_all_the_same(api, client_id, target, reply):
+async def test_offer_without_a_recipient_is_accepted(api, client_id, target, reply):
     path, _, consumer = await api.pair("video", "v")
     status, answer = await api.signal(path, client_id, type="offer", sdp="v=0", **target)
     assert (status, answer["response"]["message"]) == (200, reply)
     assert await consumer.is_silent()
 
 
-async def test_a_signal_to_an_unknown_room_is_400_without_detail(api):
+async def test_signal_to_an_unknown_room_is_400_without_detail(api):
     assert await api.signal(f"{VIDEO}/none", "p", type="offer", sdp="v=0") == (400, {"detail": ""})
 
 
@@ -377,7 +377,7 @@ async def test_a_signal_to_an_unknown_room_is_400_without_detail(api):
         ("p", {"sdp": "v=0"}),
     ],
 )
-async def test_an_incomplete_signal_is_500_without_detail(api, client_id, message):
+async def test_incomplete_signal_is_500_without_detail(api, client_id, message):
     path, *_ = await api.pair("video", "v")
     assert await api.signal(path, client_id, **message) == (500, {"detail": ""})
 
@@ -406,7 +406,7 @@ def joints(*more: dict) -> dict:
         ("webrtc/signal", b"{", "json_invalid", [1]),
     ],
 )
-async def test_a_body_out_of_bounds_is_422_with_a_validation_list(api, tail, body, kind, loc):
+async def test_body_out_of_bounds_is_422_with_a_validation_list(api, tail, body, kind, loc):
     path = await api.room("robotics" if tail == "command" else "video", "r")
     status, answer = await api.call("POST", f"{path}/{tail}", body)
     assert status == 422
@@ -414,7 +414,7 @@ async def test_a_body_out_of_bounds_is_422_with_a_validation_list(api, tail, bod
     assert all(entry.keys() == {"type", "loc", "msg"} for entry in answer["detail"])
 
 
-async def test_others_in_a_video_room_hear_who_joins_and_who_leaves(api):
+async def test_video_room_announces_joins_and_leaves(api):
     path = await api.room("video", "v")
     consumer = await api.join(path, "c", "consumer")
     producer = await api.join(path, "p", "producer")
@@ -424,7 +424,7 @@ async def test_others_in_a_video_room_hear_who_joins_and_who_leaves(api):
     assert undated(await consumer.next()) == {"type": "participant_left", **them}
 
 
-async def test_a_robotics_room_announces_nobody(api):
+async def test_robotics_room_announces_no_participants(api):
     path = await api.room("robotics", "r")
     consumer = await api.join(path, "c", "consumer")
     producer = await api.join(path, "p", "producer")
@@ -434,7 +434,7 @@ async def test_a_robotics_room_announces_nobody(api):
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "expected"),
     [
         ({"type": "stream_started", "config": {"fps": 30}}, {"config": {"fps": 30}, "participant_id": "c"}),
         ({"type": "stream_started"}, {"config": {}, "participant_id": "c"}),
@@ -451,14 +451,14 @@ async def test_a_robotics_room_announces_nobody(api):
         ({"type": "recovery_triggered"}, {"policy": None, "reason": "Recovery triggered"}),
     ],
 )
-async def test_video_messages_go_to_the_others_with_a_fresh_timestamp(api, sent, told):
+async def test_video_messages_are_relayed_with_a_new_timestamp(api, sent, expected):
     _, producer, consumer = await api.pair("video", "v")
     await consumer.send({**sent, "timestamp": "1999-01-01T00:00:00+00:00"})
-    assert undated(await producer.next()) == {"type": sent["type"], **told}
+    assert undated(await producer.next()) == {"type": sent["type"], **expected}
     assert await consumer.is_silent()
 
 
-# Joins that are refused, sockets that close late, rooms that are created twice.
+# Refused joins, late closes, recreated rooms.
 
 
 async def test_refused_duplicate_join_keeps_the_first_producer(caller):
@@ -491,7 +491,7 @@ async def test_creating_an_occupied_room_again_keeps_its_sockets(caller):
     assert not await consumer.is_silent()
 
 
-async def test_making_an_empty_room_again_forgets_its_joints(caller):
+async def test_recreating_an_empty_room_clears_its_joints(caller):
     path = await caller.room("robotics", "r")
     await caller.call("POST", f"{path}/command", {"joints": [{"name": "Jaw", "value": 1}]})
     await caller.room("robotics", "r")
@@ -521,7 +521,7 @@ async def test_max_consumers_is_enforced(caller):
     assert (await (await caller.open_socket(path, "two", "consumer")).next())["type"] == "error"
 
 
-# Real media: two aiortc peers through the relay with no STUN.
+# Real media: two aiortc peers through the relay without STUN.
 
 
 class Colour(VideoStreamTrack):
@@ -549,7 +549,7 @@ async def offer(caller, path: str, peer: RTCPeerConnection) -> None:
 
 
 async def take_offer(caller, path: str, consumer, peer: RTCPeerConnection) -> asyncio.Future:
-    """Answer the offer that the consumer's socket has; resolves to the first track."""
+    """Answer the offer on the consumer's socket, and return a future of the first track."""
     track = asyncio.get_running_loop().create_future()
     peer.on("track", lambda found: track.done() or track.set_result(found))
     pushed = await consumer.until("webrtc_offer")
@@ -565,7 +565,7 @@ async def take_answer(producer, peer: RTCPeerConnection) -> None:
     await peer.setRemoteDescription(RTCSessionDescription(pushed["answer"]["sdp"], "answer"))
 
 
-async def test_a_camera_that_starts_late_is_seen_within_three_seconds(caller, peers, pauses):
+async def test_late_camera_is_seen_within_three_seconds(caller, peers, pauses):
     path, producer, consumer = await caller.pair("video", "v")
     peers += [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(4)]
     early, late = peers[:2], peers[2:]
@@ -588,7 +588,7 @@ async def test_a_camera_that_starts_late_is_seen_within_three_seconds(caller, pe
 
 
 def undated(message: dict) -> dict:
-    """The rest of a message whose ISO-8601 timestamp in UTC is of this moment."""
+    """Return a message without its timestamp, which must be the current time in ISO 8601 and UTC."""
     timestamp = message.pop("timestamp")
     assert timestamp.endswith("+00:00")
     assert abs(datetime.now(tz=UTC) - datetime.fromisoformat(timestamp)) < timedelta(seconds=10)

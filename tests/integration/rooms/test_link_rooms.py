@@ -1,4 +1,4 @@
-"""A session's link against the embedded server: rooms, joints, stops, and what goes wrong on the way in."""
+"""A session's link to the embedded server: rooms, joints, stops, and invalid input."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", 
 
 
 @pytest.mark.parametrize("prefix", ["", "/api", "/api/"])
-async def test_rooms_are_made_joined_and_removed_in_one_workspace(connect, server, seen, prefix):
+async def test_rooms_are_created_joined_and_removed_in_one_workspace(connect, server, seen, prefix):
     async with connect("front", "wrist", url=server.url + prefix) as link:
         checked: Link = link
         assert checked.rooms.workspace_id == "w"
@@ -39,7 +39,7 @@ async def test_rooms_are_made_joined_and_removed_in_one_workspace(connect, serve
     assert await server.rooms("video", "w") == await server.rooms("robotics", "w") == set()
 
 
-async def test_the_longest_names_fit_the_wire(connect):
+async def test_longest_names_fit_the_wire(connect):
     session, camera = "s" * 64, "c" * 64
     async with connect(camera, workspace_id="w" * 64, session_id=session) as link:
         rooms = link.health()["rooms"]
@@ -55,18 +55,18 @@ async def test_the_longest_names_fit_the_wire(connect):
         (("joint-input",), "its own id"),
     ],
 )
-def test_camera_names_without_room_ids_of_their_own_are_refused(cameras, why):
+def test_camera_names_without_a_valid_room_id_are_refused(cameras, why):
     with pytest.raises(InvalidRequest, match=why):
         rooms_of("s", cameras, "w")
 
 
-async def test_without_a_workspace_a_new_one_is_made_each_time(connect, server):
+async def test_each_link_creates_a_workspace_by_default(connect, server):
     async with connect(workspace_id=None) as first, connect(workspace_id=None) as second:
         assert first.rooms.workspace_id != second.rooms.workspace_id
         assert await server.rooms("robotics", first.rooms.workspace_id) == {"s-joint-input", "s-joint-output"}
 
 
-async def test_a_room_that_exists_is_joined_as_it_is_and_stays(connect, server):
+async def test_existing_room_is_joined_unchanged_and_kept(connect, server):
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
     body = {"joints": [{"name": "Jaw", "value": 5.0}]}
     await server.call("POST", "/robotics/workspaces/w/rooms/s-joint-input/command", body)
@@ -76,7 +76,7 @@ async def test_a_room_that_exists_is_joined_as_it_is_and_stays(connect, server):
     assert await server.rooms("robotics", "w") == {"s-joint-input"}
 
 
-async def test_a_link_that_cannot_be_made_leaves_no_room(connect, server):
+async def test_failed_link_leaves_no_room(connect, server):
     async with connect():
         with pytest.raises(RobotTaken, match=r"commanded by participant .s-joint-output-producer-.*stop that"):
             async with connect("front"):
@@ -85,14 +85,14 @@ async def test_a_link_that_cannot_be_made_leaves_no_room(connect, server):
         assert await server.rooms("robotics", "w") == {"s-joint-input", "s-joint-output"}
 
 
-async def test_an_error_of_the_session_comes_out_as_it_is_and_the_rooms_go(connect, server):
+async def test_session_error_is_raised_and_rooms_are_removed(connect, server):
     with pytest.raises(ZeroDivisionError):
         async with connect():
             raise ZeroDivisionError
     assert await server.rooms("robotics", "w") == set()
 
 
-async def test_an_inbox_that_raises_ends_the_session(both, seen):
+async def test_error_in_the_inbox_ends_the_session(both, seen):
     def broken(values, received_at):
         raise ZeroDivisionError
 
@@ -108,17 +108,17 @@ async def test_an_inbox_that_raises_ends_the_session(both, seen):
     assert failure.group_contains(ZeroDivisionError)
 
 
-async def test_nothing_is_left_running_after_the_end(both):
+async def test_no_task_or_socket_is_left_after_the_end(both):
     before = asyncio.all_tasks()
     async with both("front"):
         assert len(asyncio.all_tasks()) > len(before) + 8
-    gc.collect()  # an unclosed socket or a coroutine never awaited would warn here, and warnings are errors
+    gc.collect()  # Unclosed sockets and coroutines warn here, and warnings are errors.
     left = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks() - before]
     assert [name for name in left if not name.endswith(SERVER_SIDE)] == []
 
 
 def answering(make):
-    """A handler that answers, or raises, what ``make`` returns for the request."""
+    """Return a handler that returns or raises the result of ``make`` for the request."""
 
     async def handle(request):
         answer = make(request)
@@ -165,8 +165,8 @@ ODD_ROOM = {"room": {"participants": {"producer": ["p"], "consumers": {}}}}
         (answering(rest_only), ["answered 404 instead of a WebSocket", "/api"]),
     ],
 )
-async def test_a_server_that_does_not_fit_is_explained(connect, quick, handler, words):
-    # Only where there is none: any other answer may be late.
+async def test_incompatible_server_is_explained(connect, quick, handler, words):
+    # Only the slow case has a short timeout, because other responses may be late.
     pace = dataclasses.replace(quick, request=0.3 if handler is too_slow else 30.0, leave=0.1)
     async with RawTestServer(handler) as server:
         with pytest.raises(TransportError) as error:
@@ -176,7 +176,7 @@ async def test_a_server_that_does_not_fit_is_explained(connect, quick, handler, 
     assert "secret" not in str(error.value)
 
 
-async def test_a_refused_connection_names_the_address_and_what_to_start(connect, unused_tcp_port_factory):
+async def test_refused_connection_names_the_address_and_the_command(connect, unused_tcp_port_factory):
     url = f"http://127.0.0.1:{unused_tcp_port_factory()}"
     with pytest.raises(
         TransportError, match=f"cannot connect.*is a transport server running at {url}.*robojax transport"
@@ -201,7 +201,7 @@ async def test_a_refused_connection_names_the_address_and_what_to_start(connect,
         "",
     ],
 )
-def test_an_address_that_could_be_misread_is_refused(url):
+def test_ambiguous_address_is_refused(url):
     with pytest.raises(InvalidRequest, match="transport_server_url") as error:
         Address.parse(url)
     assert error.value.loc == ("body", "transport_server_url")
@@ -218,26 +218,26 @@ def test_an_address_that_could_be_misread_is_refused(url):
         ("wss://[::1]:9", "https://[::1]:9", "wss://[::1]:9"),
     ],
 )
-def test_the_base_path_is_kept_for_both_protocols(url, rest, socket):
+def test_base_path_is_kept_for_both_protocols(url, rest, socket):
     address = Address.parse(url)
     assert address.rooms_url(Kind.VIDEO, "w") == f"{rest}/video/workspaces/w/rooms"
     assert address.socket_url(Kind.ROBOTICS, "w", "r") == f"{socket}/robotics/workspaces/w/rooms/r/ws"
 
 
 @given(attempt=st.integers(0, 10_000))
-def test_the_wait_before_joining_again_doubles_up_to_its_limit(attempt):
+def test_wait_before_a_rejoin_doubles_up_to_its_limit(attempt):
     pace = TransportTimeouts()
     assert 0 <= retry_delay(attempt, pace) <= min(10.0, 0.25 * 2 ** min(attempt, 10))
 
 
-async def test_joints_come_in_and_commands_go_out(both, server, seen, until):
+async def test_joints_are_received_and_commands_sent(both, server, seen, until):
     commands = []
     async with both(on_command=lambda v, at: commands.append((v, at))) as (link, robot):
         assert robot.is_connected
         assert robot.send_joints({"Jaw": 1.0, "Elbow": 2.0})
         await until(lambda: seen.pose == {"Jaw": 1.0, "Elbow": 2.0})
         robot.send_joints({"Jaw": 3.0, "Elbow": 2.0})
-        await until(lambda: seen.poses[-1] == {"Jaw": 3.0})  # the server forwards changes only
+        await until(lambda: seen.poses[-1] == {"Jaw": 3.0})  # The server forwards only changes.
         assert link.send([JointValue("Jaw", 7.5, 5), JointValue("Elbow", 0.5)])
         await until(lambda: commands)
         assert commands[0][0] == {"Jaw": 7.5, "Elbow": 0.5}
@@ -246,7 +246,7 @@ async def test_joints_come_in_and_commands_go_out(both, server, seen, until):
         assert link.health()["rooms"]["s-joint-output"]["sent"] >= 1
 
 
-async def test_the_index_goes_out_with_a_joint(connect, server):
+async def test_joint_is_sent_with_its_index(connect, server):
     async with connect() as link, ClientSession() as session:
         base = server.url.replace("http", "ws") + "/robotics/workspaces/w/rooms/s-joint-output/ws"
         async with session.ws_connect(base) as socket:
@@ -258,7 +258,7 @@ async def test_the_index_goes_out_with_a_joint(connect, server):
     assert message["data"] == [{"name": "Jaw", "value": 1.5, "index": 5}, {"name": "Elbow", "value": 2.5}]
 
 
-async def test_a_robot_that_stood_there_before_is_known_at_once(join_robot, connect, server, seen, until):
+async def test_pose_of_an_earlier_robot_is_known_at_once(join_robot, connect, server, seen, until):
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-output"})
     rooms = Rooms("w", {}, "s-joint-input", "s-joint-output")
@@ -269,20 +269,20 @@ async def test_a_robot_that_stood_there_before_is_known_at_once(join_robot, conn
             await until(lambda: seen.pose == {"Jaw": 4.0})
 
 
-async def test_the_pose_of_a_departed_robot_is_not_used(join_robot, connect, server, seen, quick, until):
+async def test_pose_of_a_departed_robot_is_not_used(join_robot, connect, server, seen, quick, until):
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
     body = {"joints": [{"name": "Jaw", "value": 5.0}, {"name": "Elbow", "value": 6.0}]}
     await server.call("POST", "/robotics/workspaces/w/rooms/s-joint-input/command", body)
     async with connect() as link:
         await asyncio.sleep(2 * quick.heartbeat)
         assert seen.poses == []
-        # The next robot stands where the room already is, so the server forwards nothing of what it says.
+        # The next robot has the pose that the room already stores, so the server forwards no update.
         async with join_robot(link.rooms) as robot:
             robot.send_joints({"Jaw": 5.0, "Elbow": 6.0})
             await until(lambda: seen.pose == {"Jaw": 5.0, "Elbow": 6.0})
 
 
-async def test_a_robot_that_leaves_is_told_and_its_successor_is_known_at_once(join_robot, connect, seen, until):
+async def test_departed_robot_is_reported_and_its_successor_known(join_robot, connect, seen, until):
     async with connect() as link:
         for _ in range(2):
             seen.poses.clear()
@@ -293,7 +293,7 @@ async def test_a_robot_that_leaves_is_told_and_its_successor_is_known_at_once(jo
         await until(lambda: seen.of(RobotLeft)[1:] == [RobotLeft("s-joint-input")])
 
 
-async def test_a_joint_message_with_a_non_finite_number_is_dropped(connect):
+async def test_joint_message_with_a_non_finite_number_is_dropped(connect):
     async with connect() as link:
         connection = link._connections["s-joint-input"]
         membership = connection._membership
@@ -305,20 +305,20 @@ async def test_a_joint_message_with_a_non_finite_number_is_dropped(connect):
             link.send([JointValue("Jaw", float("nan"))])
 
 
-async def test_a_pause_drops_a_command_but_not_an_emergency_stop(both, until):
-    heard, stops = [], []
-    hear = lambda values, at: heard.append(values)  # noqa: E731
-    async with both(on_command=hear, on_emergency_stop=stops.append) as (link, robot):
+async def test_pause_drops_a_command_but_not_an_emergency_stop(both, until):
+    received, stops = [], []
+    record = lambda values, at: received.append(values)  # noqa: E731
+    async with both(on_command=record, on_emergency_stop=stops.append) as (link, robot):
         assert link.send([JointValue("Jaw", 1.0)])
-        await until(lambda: heard == [{"Jaw": 1.0}])
+        await until(lambda: received == [{"Jaw": 1.0}])
         assert link.send([JointValue("Jaw", 2.0)])
         connection = link._connections["s-joint-output"]
         assert connection.send(EmergencyStopMessage("test"))
-        time.sleep(1.5 * COMMAND_LIFETIME)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
+        time.sleep(1.5 * COMMAND_LIFETIME)  # noqa: ASYNC251 - this process pauses as if suspended
         await until(lambda: len(stops) == 1)
         robot.unlatch()
         assert link.send([JointValue("Jaw", 3.0)])
-        await until(lambda: heard[1:] == [{"Jaw": 3.0}])
+        await until(lambda: received[1:] == [{"Jaw": 3.0}])
         assert robot.refused == 0
         assert connection.health()["expired"] == 1
 
@@ -326,16 +326,16 @@ async def test_a_pause_drops_a_command_but_not_an_emergency_stop(both, until):
 async def test_commands_before_a_leave_reach_the_robot(join_robot, connect, server, until):
     for room in ("s-joint-input", "s-joint-output"):
         await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": room})
-    heard = []
+    received = []
     rooms = Rooms("w", {}, "s-joint-input", "s-joint-output")
-    async with join_robot(rooms, lambda values, at: heard.append(values)):
+    async with join_robot(rooms, lambda values, at: received.append(values)):
         async with connect() as link:
             for number in range(8):
                 assert link.send([JointValue("Jaw", float(number))])
-        await until(lambda: heard == [{"Jaw": float(number)} for number in range(8)])
+        await until(lambda: received == [{"Jaw": float(number)} for number in range(8)])
 
 
-async def test_a_robot_never_sends_a_number_that_is_not_finite(both):
+async def test_robot_never_sends_a_non_finite_number(both):
     async with both() as (_, robot):
         with pytest.raises(WireError, match=r"\['Jaw'\] are not finite"):
             robot.send_joints({"Jaw": float("inf"), "Elbow": 1.0})
@@ -345,7 +345,7 @@ async def test_a_robot_never_sends_a_number_that_is_not_finite(both):
 @pytest.mark.parametrize(
     ("kind", "room"), [("robotics", "s-joint-input"), ("robotics", "s-joint-output"), ("video", "s-front")]
 )
-async def test_an_emergency_stop_in_any_room_reaches_the_session(connect, server, seen, until, kind, room):
+async def test_emergency_stop_in_any_room_reaches_the_session(connect, server, seen, until, kind, room):
     async with connect("front"), ClientSession() as session:
         url = f"{server.url.replace('http', 'ws')}/{kind}/workspaces/w/rooms/{room}/ws"
         async with session.ws_connect(url) as socket:
@@ -355,23 +355,23 @@ async def test_an_emergency_stop_in_any_room_reaches_the_session(connect, server
     assert stop.reason == "smoke"
 
 
-async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(both, seen, until):
-    heard = []
+async def test_robot_sends_stops_and_receives_stops_of_others(both, seen, until):
+    received = []
     async with both() as (link, robot):
-        robot.on_emergency_stop = heard.append
+        robot.on_emergency_stop = received.append
         assert robot.emergency_stop("a hand in the way")
-        await until(lambda: len(seen.of(EmergencyStop)) == 2)  # once in each joint room
+        await until(lambda: len(seen.of(EmergencyStop)) == 2)  # Once in each joint room.
         stop = seen.of(EmergencyStop)[0]
         assert stop.reason == "a hand in the way"
         assert stop.source.startswith("robot-")
         await asyncio.sleep(0.05)
-        assert heard == []  # not its own echo
+        assert received == []  # Its own echo is ignored.
         link._output.send(EmergencyStopMessage(reason="the operator"))
-        await until(lambda: heard)
-        assert heard[0].reason == "the operator"
+        await until(lambda: received)
+        assert received[0].reason == "the operator"
 
 
-async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(both, server, seen, until):
+async def test_unsent_stop_is_sent_after_the_next_join(both, server, seen, until):
     async with both() as (_, robot):
         await server.kill()
         await until(lambda: not robot.is_connected)
@@ -393,21 +393,21 @@ async def test_rooms_are_recreated_and_rejoined_after_a_server_restart(both, ser
         seen.events.clear()
         seen.poses.clear()
         await asyncio.sleep(0.2)
-        assert seen.events == []  # down is said once, not with every attempt
+        assert seen.events == []  # LinkDown is sent once, not with each attempt.
         await server.start()
         await until(lambda: len(seen.of(LinkUp)) == 3 and robot.is_connected)
         assert await server.rooms("robotics", "w") == {"s-joint-input", "s-joint-output"}
-        await until(lambda: seen.pose == {"Jaw": 9.0})  # the robot says again where it stands
+        await until(lambda: seen.pose == {"Jaw": 9.0})  # The robot reports its pose again.
         again = link.health()["rooms"]["s-joint-output"]
         assert again["participant_id"] not in (None, first)
         assert again["reconnects"] == 1
         assert link.send([JointValue("Jaw", 2.0)])
         await until(lambda: {"Jaw": 2.0} in commands)
-        assert commands == [{"Jaw": 2.0}]  # the refused command is gone
+        assert commands == [{"Jaw": 2.0}]  # The refused command is dropped.
     assert await server.rooms("robotics", "w") == set()
 
 
-async def test_a_cut_wire_is_noticed_at_once_and_mended(connect, proxy, seen, until):
+async def test_cut_connection_is_detected_at_once_and_restored(connect, proxy, seen, until):
     async with connect(url=proxy.url) as link:
         proxy.cut()
         await until(lambda: len(seen.of(LinkDown)) == 2, within=0.3)
@@ -415,7 +415,7 @@ async def test_a_cut_wire_is_noticed_at_once_and_mended(connect, proxy, seen, un
         assert link.send([JointValue("Jaw", 1.0)])
 
 
-async def test_a_command_is_refused_when_too_much_waits_to_be_sent(connect, proxy, quick, until):
+async def test_command_is_refused_when_the_send_queue_is_full(connect, proxy, quick, until):
     pace = dataclasses.replace(quick, heartbeat=30.0)
     async with connect(url=proxy.url, pace=pace) as link:
         proxy.carries.clear()
@@ -430,7 +430,7 @@ async def test_a_command_is_refused_when_too_much_waits_to_be_sent(connect, prox
             await asyncio.sleep(0)
         assert not link.send(joints)
         assert link.health()["rooms"]["s-joint-output"]["refused"] >= 2
-        # Far fewer than without limits (aiohttp and the kernel would take megabytes).
+        # Without limits, aiohttp and the kernel would buffer megabytes.
         assert taken * 300 < 40 * KERNEL_SEND_BUFFER, taken
         proxy.carries.set()
         await until(lambda: link.send(joints))
@@ -438,7 +438,7 @@ async def test_a_command_is_refused_when_too_much_waits_to_be_sent(connect, prox
 
 @pytest.fixture
 def silent_rooms(monkeypatch):
-    """Rooms that are deleted and replaced without a notice to their participants, as the reference server does."""
+    """Delete and replace rooms without a notice to their participants, as the reference server does."""
 
     def delete(table: RoomTable, path: RoomPath, claim: str | None = None) -> list[Any]:
         del table.rooms[path]
@@ -450,7 +450,7 @@ def silent_rooms(monkeypatch):
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 @pytest.mark.usefixtures("silent_rooms")
-async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(connect, server, seen, until, how):
+async def test_deleted_room_of_an_open_socket_is_detected(connect, server, seen, until, how):
     async with connect() as link:
         path = "/robotics/workspaces/w/rooms"
         if how == "deleted":

@@ -81,7 +81,7 @@ async def show_and_see(robot, seen, until, colour, within=30.0):
         await see(seen, until, colour, within=within)
 
 
-async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(both, seen, until):
+async def test_known_colour_arrives_in_three_seconds_in_its_size(both, seen, until):
     async with both("front") as (_, robot), filming(robot, RED, height=120, width=160):
         await see(seen, until, RED, within=3)
     _, image, observed_at = seen.frames[-1]
@@ -91,7 +91,7 @@ async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(both,
     assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
 
 
-async def test_a_session_that_comes_after_the_robot_sees_it_too(join_robot, connect, server, seen, until):
+async def test_session_that_joins_after_the_robot_gets_video(join_robot, connect, server, seen, until):
     rooms = Rooms("w", {"front": "s-front"}, "s-joint-input", "s-joint-output")
     await server.call("POST", "/video/workspaces/w/rooms", {"room_id": "s-front"})
     for room in (rooms.joint_input, rooms.joint_output):
@@ -102,7 +102,7 @@ async def test_a_session_that_comes_after_the_robot_sees_it_too(join_robot, conn
             await see(seen, until, RED)
 
 
-async def test_two_cameras_keep_apart(both, seen, until):
+async def test_two_cameras_are_not_mixed(both, seen, until):
     async with both("front", "wrist") as (_, robot), filming(robot, RED), filming(robot, GREEN, "wrist"):
         await see(seen, until, RED, "front")
         await see(seen, until, GREEN, "wrist")
@@ -110,7 +110,7 @@ async def test_two_cameras_keep_apart(both, seen, until):
     assert {name for name, image, _ in seen.frames if is_colour(image, RED)} == {"front"}
 
 
-async def test_several_consumers_see_one_camera(join_robot, connect, server, seen, quick, until):
+async def test_several_consumers_get_one_camera(join_robot, connect, server, seen, quick, until):
     watchers = [type(seen)(), type(seen)()]
     async with connect("front") as link, contextlib.AsyncExitStack() as stack:
         robot = await stack.enter_async_context(join_robot(link.rooms))
@@ -122,13 +122,13 @@ async def test_several_consumers_see_one_camera(join_robot, connect, server, see
         assert len(robot.health()["rooms"]["s-front"]["video"]["peers"]) == 3
 
 
-async def test_video_works_with_nothing_but_loopback(both, seen, until, monkeypatch):
+async def test_video_works_with_loopback_only(both, seen, until, monkeypatch):
     monkeypatch.setattr("aioice.ice.get_host_addresses", lambda use_ipv4, use_ipv6: [])
     async with both("front") as (_, robot), filming(robot, RED):
         await see(seen, until, RED)
 
 
-async def test_the_last_picture_before_a_pause_arrives(both, seen, until):
+async def test_last_picture_before_a_pause_arrives(both, seen, until):
     async with both("front") as (_, robot):
         await show_and_see(robot, seen, until, RED)
         await asyncio.sleep(0.1)
@@ -136,7 +136,7 @@ async def test_the_last_picture_before_a_pause_arrives(both, seen, until):
         await see(seen, until, GREEN)
 
 
-async def test_a_second_offer_replaces_the_first(both, seen, until):
+async def test_second_offer_replaces_the_first(both, seen, until):
     async with both("front") as (link, robot):
         await show_and_see(robot, seen, until, RED)
         robot._senders["front"].on_joined("")
@@ -148,7 +148,7 @@ async def test_a_second_offer_replaces_the_first(both, seen, until):
     assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
 
 
-async def test_an_undecodable_picture_is_counted_and_the_stream_goes_on(both, seen, until):
+async def test_undecodable_picture_is_counted_and_video_continues(both, seen, until):
     async with both("front") as (link, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
@@ -159,25 +159,26 @@ async def test_an_undecodable_picture_is_counted_and_the_stream_goes_on(both, se
         await show_and_see(robot, seen, until, GREEN)
 
 
-async def test_a_peer_that_falls_silent_is_asked_for_a_new_offer(both, seen, quick, until):
+async def test_silent_peer_is_asked_for_a_new_offer(both, seen, quick, until):
     pace = dataclasses.replace(quick, silence=0.5, ask_first=0.2)
     async with both("front", pace=pace) as (link, robot):
         await show_and_see(robot, seen, until, RED)
-        # The robot's process lives, its track does not: as after an error in an encoder.
+        # The robot's process lives but its track has ended, as after an encoder error.
         await until(lambda: any("no picture for 0.5 s" in down.reason for down in seen.of(LinkDown)))
         await show_and_see(robot, seen, until, GREEN)
         assert link.health()["rooms"]["s-front"]["video"]["asked_again"] >= 1
 
 
-async def test_a_peer_that_fails_is_asked_for_a_new_offer(both, seen, until):
+async def test_failed_peer_is_asked_for_a_new_offer(both, seen, until):
     async with both("front") as (_, robot):
         await show_and_see(robot, seen, until, RED)
-        await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()  # says goodbye
+        # This sends a goodbye.
+        await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()
         await show_and_see(robot, seen, until, GREEN, within=5)
 
 
 @pytest.mark.parametrize("sdp", ["", "garbage", "v=0\r\nm=video 9 UDP/TLS/RTP/SAVPF\r\n", "m=video x y z\r\n" * 3])
-async def test_an_offer_that_makes_no_sense_is_counted_and_forgotten(join_robot, connect, seen, until, sdp):
+async def test_invalid_offer_is_counted_and_dropped(join_robot, connect, seen, until, sdp):
     async with connect("front") as link:
         receiver = link._receivers["s-front"]
         receiver.on_message(WebrtcOffer({"type": "offer", "sdp": sdp}, "p"), 0.0)
@@ -188,7 +189,7 @@ async def test_an_offer_that_makes_no_sense_is_counted_and_forgotten(join_robot,
             await see(seen, until, RED)
 
 
-async def test_an_offer_without_video_is_answered(join_robot, connect, seen, until):
+async def test_offer_without_video_is_answered(join_robot, connect, seen, until):
     async with connect("front") as link:
         peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         peer.createDataChannel("nothing to see yet")
@@ -203,7 +204,7 @@ async def test_an_offer_without_video_is_answered(join_robot, connect, seen, unt
             await see(seen, until, RED)
 
 
-async def test_sound_beside_the_picture_is_not_taken():
+async def test_audio_track_is_not_accepted():
     theirs = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     theirs.addTrack(AudioStreamTrack())
     theirs.addTrack(VideoStreamTrack())
@@ -220,15 +221,15 @@ async def test_sound_beside_the_picture_is_not_taken():
     await theirs.close()
 
 
-async def test_an_answer_out_of_turn_is_refused():
+async def test_unexpected_answer_is_refused():
     peer = PeerConnection(())
     with pytest.raises(BadSignal, match="while the connection was stable"):
         await peer.accept_answer("v=0\r\n")
     await peer.close()
 
 
-async def test_candidates_that_come_before_their_offer_are_used(until):
-    """The producer's description holds no candidates at all; they trickle, and they trickle too early."""
+async def test_candidates_before_their_offer_are_used(until):
+    """The producer's description has no candidates; they arrive later, but before the offer is processed."""
     theirs = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     theirs.addTrack(VideoStreamTrack())
     await theirs.setLocalDescription()
@@ -246,7 +247,7 @@ async def test_candidates_that_come_before_their_offer_are_used(until):
     ours = PeerConnection(())
     answer = await ours.answer_offer(bare, FrameDecoder(lambda image, at: frames.append(image), lambda error: None))
     ours.add_candidates(early.for_description("p", bare))
-    # Their side gets none of ours either, so only the early candidates can connect the two.
+    # The other side gets no candidates either, so only the early candidates can connect them.
     lines = answer.splitlines()
     answer = "\r\n".join(line for line in lines if not line.startswith(("a=candidate", "a=end-of"))) + "\r\n"
     await theirs.setRemoteDescription(RTCSessionDescription(answer, "answer"))
@@ -275,7 +276,7 @@ def test_mdns_candidates_leave_a_description_and_trickle_instead():
     assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 50009 typ host", "sdpMLineIndex": 0}]
 
 
-async def test_an_unusable_candidate_harms_nothing():
+async def test_unusable_candidate_is_ignored():
     peer = PeerConnection(())
     peer.add_candidates(
         [{"candidate": "x"}, {"candidate": 5}, {}, {"candidate": "candidate:1 1 udp 1 h h typ host", "sdpMid": 7}]
@@ -284,7 +285,7 @@ async def test_an_unusable_candidate_harms_nothing():
     await peer.close()
 
 
-async def test_only_consumers_are_offered_to(both, until):
+async def test_only_consumers_get_offers(both, until):
     async with both("front") as (_, robot):
         await until(lambda: robot.health()["rooms"]["s-front"]["video"]["offers"] == 1)
         robot._senders["front"].on_message(ParticipantJoined("s-front", "other", ParticipantRole.PRODUCER), 0.0)
@@ -308,9 +309,9 @@ def frame_of(colour, height=48, width=64):
     return av.VideoFrame.from_ndarray(picture(colour, height, width), format="rgb24").reformat(format="yuv420p")
 
 
-async def test_of_pictures_that_pile_up_only_the_newest_is_shown():
+async def test_only_the_newest_of_queued_pictures_is_shown():
     stage = Stage()
-    # The loop is woken once for all of them, and at the end.
+    # The loop wakes up once for all pictures, and at the end.
     assert await stage.put(frame_of(RED), frame_of(RED), frame_of(GREEN), None) == 2
     assert len(stage.shown) == 1
     assert is_colour(stage.shown[0], GREEN)
@@ -319,7 +320,7 @@ async def test_of_pictures_that_pile_up_only_the_newest_is_shown():
     }  # fmt: skip
 
 
-async def test_a_picture_over_the_size_limit_is_dropped_and_counted():
+async def test_oversized_picture_is_dropped_and_counted():
     stage = Stage()
     await stage.put(frame_of(RED, 1082, 1920))
     await stage.put(frame_of(GREEN, 1920, 1080))
@@ -328,20 +329,20 @@ async def test_a_picture_over_the_size_limit_is_dropped_and_counted():
 
 
 @pytest.mark.parametrize(("name", "value", "late"), [("_backlog", lambda: MAX_BACKLOG + 1, 1), ("is_muted", True, 0)])
-async def test_a_picture_behind_a_backlog_or_when_muted_is_not_shown(name, value, late):
+async def test_picture_after_a_backlog_or_when_muted_is_not_shown(name, value, late):
     stage = Stage()
     setattr(stage.screen, name, value)
     await stage.put(frame_of(RED))
     assert (stage.shown, stage.screen.late) == ([], late)
 
 
-async def test_an_error_of_the_owner_reaches_the_owner():
+async def test_error_of_the_owner_reaches_the_owner():
     stage = Stage()
     stage.screen._on_frame = lambda image, at: 1 / 0
     await stage.put(frame_of(RED))
     assert isinstance(stage.failures[0], ZeroDivisionError)
 
 
-async def test_another_aiortc_is_refused_with_its_version_to_install():
+async def test_other_aiortc_is_refused_with_the_version_to_install():
     with pytest.raises(TransportError, match=r"install aiortc 1\.16"):
         Stage().screen.install(SimpleNamespace(track=None))

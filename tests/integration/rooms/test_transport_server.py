@@ -1,4 +1,4 @@
-"""What a hostile, slow or vanished peer can do to the server and to the others in its room."""
+"""Effects of a hostile, slow or vanished peer on the server and on other participants."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ TEXT, CONTINUED, BINARY, CLOSE, PING = 1, 0, 2, 8, 9
 
 
 class RawSocket:
-    """A WebSocket client that may do what a library would not."""
+    """WebSocket client that can violate the protocol."""
 
     @classmethod
     async def open(cls, caller, path: str, **headers: str) -> "RawSocket":
@@ -55,10 +55,10 @@ class RawSocket:
         body = (int.from_bytes(payload, "big") ^ int.from_bytes(keys, "big")).to_bytes(size, "big")
         self.writer.write(bytes([(0x80 if is_last else 0) | opcode]) + length + mask + body)
 
-    async def until(self, wanted: bytes) -> bytes:
+    async def until(self, expected: bytes) -> bytes:
         found = b""
         async with asyncio.timeout(30):
-            while wanted not in found:
+            while expected not in found:
                 part = await self.reader.read(1 << 16)
                 assert part, f"closed after {found!r}"
                 found += part
@@ -71,7 +71,7 @@ class RawSocket:
         return struct.unpack(">H", found[at + 2 : at + 4])[0]
 
     def reset(self) -> None:
-        """Break the TCP connection without a goodbye."""
+        """Break the TCP connection without a close frame."""
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
@@ -105,8 +105,8 @@ BROKEN_FRAMES = {
 }
 
 
-async def test_a_frame_against_the_protocol_frees_the_participant(caller, caplog):
-    """All cases at once: the server waits a second for each client to read the reason."""
+async def test_invalid_frame_frees_the_participant(caller, caplog):
+    """All cases run at once, because the server waits a second for each client to read the reason."""
 
     async def check(number: int, name: str) -> None:
         break_it, code = BROKEN_FRAMES[name]
@@ -121,9 +121,10 @@ async def test_a_frame_against_the_protocol_frees_the_participant(caller, caplog
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_who_still_sends_when_it_is_refused_can_read_why(raw):
-    raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 2 << 20))  # too large, and hardly begun
-    for _ in range(20):  # a connection that is closed with something unread is reset, and what it was told is lost
+async def test_refused_client_can_read_the_reason_while_sending(raw):
+    raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 2 << 20))  # Too large and mostly unsent.
+    # Closing a connection with unread data resets it, and the client loses the reason.
+    for _ in range(20):
         raw.writer.write(b" " * 65536)
         await raw.writer.drain()
         await asyncio.sleep(0.01)
@@ -131,14 +132,14 @@ async def test_who_still_sends_when_it_is_refused_can_read_why(raw):
     assert await raw.close_code() == 1009
 
 
-async def test_who_is_refused_by_a_busy_server_can_read_why_too(raw):
+async def test_client_refused_by_a_busy_server_can_read_the_reason(raw):
     async def busy() -> None:
         while True:
-            time.sleep(0.002)  # noqa: ASYNC251 - something else that the loop does
+            time.sleep(0.002)  # noqa: ASYNC251 - other work of the loop
             await asyncio.sleep(0)
 
     other = asyncio.create_task(busy())
-    # More than the kernel keeps: who cannot write any more is not told what there is to read.
+    # More than the kernel's buffer: a blocked writer does not notice that data can be read.
     raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 16 << 20) + b" " * (16 << 20))
     await raw.writer.drain()
     assert await raw.close_code() == 1009
@@ -157,14 +158,14 @@ HEARTBEAT = b'{"type":"heartbeat"}'
     ],
     ids=["a thousand fragments", "a ping flood", "binary frames"],
 )
-async def test_what_the_protocol_allows_passes(raw, frames):
+async def test_valid_frames_are_accepted(raw, frames):
     for frame in frames:
         raw.send(*frame)
     await raw.until(b"heartbeat_ack")
 
 
 @pytest.mark.parametrize("before", [0, 5])
-async def test_what_is_said_right_before_a_close_is_heard(raw, caller, path, before):
+async def test_message_directly_before_a_close_is_processed(raw, caller, path, before):
     listening = await caller.join(path, "c", "consumer")
     written, writer = bytearray(), raw.writer
     raw.writer = type("Together", (), {"write": lambda self, data: written.extend(data)})()
@@ -177,7 +178,7 @@ async def test_what_is_said_right_before_a_close_is_heard(raw, caller, path, bef
     raw.writer = writer
 
 
-async def test_pings_and_messages_of_one_socket_make_no_task_each(raw, monkeypatch):
+async def test_pings_and_messages_of_one_socket_create_no_tasks(raw, monkeypatch):
     made, loop = [], asyncio.get_running_loop()
     create = loop.create_task
     monkeypatch.setattr(loop, "create_task", lambda task, **more: made.append(task) or create(task, **more))
@@ -190,13 +191,13 @@ async def test_pings_and_messages_of_one_socket_make_no_task_each(raw, monkeypat
     monkeypatch.undo()
 
 
-async def test_a_broken_connection_frees_its_participant(raw, caller, path):
+async def test_broken_connection_frees_its_participant(raw, caller, path):
     raw.reset()
     await caller.settled(path, producer=None)
     await caller.join(path, "p", "producer")
 
 
-async def test_a_peer_that_answers_no_ping_is_let_go(serve):
+async def test_peer_without_pong_is_disconnected(serve):
     async with serve(ping_interval=0.1, ping_timeout=0.2) as caller:
         path = await caller.room("robotics", "r")
         raw = await RawSocket.join(caller, path, "p", "producer")
@@ -204,14 +205,14 @@ async def test_a_peer_that_answers_no_ping_is_let_go(serve):
         raw.writer.close()
 
 
-async def test_a_socket_that_never_joins_is_closed(serve):
+async def test_socket_that_never_joins_is_closed(serve):
     async with serve(join_timeout=0.05) as caller:
         path = await caller.room("robotics", "r")
         assert await (await caller.open(path)).next() is None
 
 
 async def slow_consumer(caller, path: str) -> RawSocket:
-    """One that reads nothing after its join."""
+    """Open a consumer that reads no data after its join."""
     slow = await RawSocket.open(caller, path)
     slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.writer.transport.pause_reading()
@@ -224,7 +225,7 @@ def large_update(number: int) -> dict:
     return {"type": "joint_update", "data": [{"name": "Jaw", "value": number, "padding": "x" * 250_000}]}
 
 
-async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve, pauses):
+async def test_consumer_that_does_not_read_is_dropped_without_delay(serve, pauses):
     async with serve(outbox=OutboxLimits(messages=20, size=8 << 20, seconds=2.0)) as caller:
         path = await caller.room("robotics", "r")
         slow = await slow_consumer(caller, path)
@@ -241,7 +242,7 @@ async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve,
         slow.reset()
 
 
-async def test_a_frame_that_cannot_be_written_in_time_drops_its_reader(serve):
+async def test_frame_that_cannot_be_written_in_time_drops_its_reader(serve):
     async with serve(outbox=OutboxLimits(messages=1000, size=1 << 30, seconds=0.2)) as caller:
         path = await caller.room("robotics", "r")
         slow = await slow_consumer(caller, path)
@@ -252,7 +253,7 @@ async def test_a_frame_that_cannot_be_written_in_time_drops_its_reader(serve):
         slow.reset()
 
 
-async def test_a_client_may_rejoin_at_once_after_a_close(caller, path):
+async def test_client_may_rejoin_at_once_after_a_close(caller, path):
     url = f"{caller.base}{path}/ws".replace("http", "ws", 1)
     for _ in range(20):
         async with websockets.connect(url) as client:
@@ -260,7 +261,7 @@ async def test_a_client_may_rejoin_at_once_after_a_close(caller, path):
             assert json.loads(await client.recv())["type"] == "joined"
 
 
-async def test_a_request_that_drips_is_cut_off(serve, monkeypatch, pauses):
+async def test_slow_request_is_cut_off(serve, monkeypatch, pauses):
     monkeypatch.setattr("service.transport.server.app.REQUEST_DEADLINE", 0.2)
     async with serve() as caller:
         reader, writer = await asyncio.open_connection(*caller.base.removeprefix("http://").split(":"))
@@ -274,7 +275,7 @@ async def test_a_request_that_drips_is_cut_off(serve, monkeypatch, pauses):
         writer.close()
 
 
-async def test_ids_may_come_percent_encoded(caller):
+async def test_ids_may_be_percent_encoded(caller):
     path = await caller.room("robotics", "session-1_a.front")
     encoded = path.replace("session-1_a.front", "%73ession%2D1_a%2Efront")
     assert (await caller.call("GET", encoded))[0] == 200
@@ -300,7 +301,7 @@ BAD_BODIES = [b"{", b"[" * 200_000, b"\xff\xfe", b"[]", b'"room"', b'{"room_id":
         *[(body, ["body"]) for body in (*BAD_BODIES, b'{"max_consumers": 1e999}')],
     ],
 )
-async def test_an_invalid_room_is_422_and_nothing_is_echoed(caller, body, loc):
+async def test_invalid_room_is_422_without_echo(caller, body, loc):
     for kind in [Kind.VIDEO] if loc[1:] == ["config"] else Kind:
         status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", body)
         assert status == 422
@@ -310,12 +311,12 @@ async def test_an_invalid_room_is_422_and_nothing_is_echoed(caller, body, loc):
 
 
 @pytest.mark.parametrize("workspace", ["a%20b", "a%2Fb", "%2E%2E%20", "%C3%A9", "x" * 161])
-async def test_a_workspace_id_that_could_not_stand_in_a_url_is_422(caller, workspace):
+async def test_workspace_id_that_is_invalid_in_a_url_is_422(caller, workspace):
     status, answer = await caller.call("POST", f"/robotics/workspaces/{workspace}/rooms")
     assert (status, answer["detail"][0]["loc"]) == (422, ["path", "workspace_id"])
 
 
-async def test_the_rooms_are_limited(serve):
+async def test_number_of_rooms_is_limited(serve):
     async with serve(limits=RoomLimits(rooms=1)) as caller:
         await caller.room("robotics", "r")
         status, answer = await caller.call("POST", "/video/workspaces/w/rooms")
@@ -332,12 +333,12 @@ async def test_the_rooms_are_limited(serve):
         ("GET", "/robotics/workspaces/w/rooms/r/ws", None, 426, "Upgrade Required"),
     ],
 )
-async def test_a_request_refused_before_routing_gets_json(caller, path, method, where, body, status, detail):
+async def test_request_refused_before_routing_gets_json(caller, path, method, where, body, status, detail):
     assert await caller.call(method, where, body) == (status, {"detail": detail})
     assert (await caller.call("GET", "/health"))[0] == 200
 
 
-async def test_a_page_of_this_machine_may_call_and_its_preflight_passes(caller):
+async def test_page_of_this_machine_may_call_and_its_preflight_passes(caller):
     page = "http://localhost:5173"
     headers = {
         "Origin": page,
@@ -354,13 +355,13 @@ async def test_a_page_of_this_machine_may_call_and_its_preflight_passes(caller):
             assert response.headers["access-control-allow-origin"] == page
 
 
-async def test_a_page_from_elsewhere_may_not_call_unless_every_page_may(caller, serve):
+async def test_foreign_page_may_call_only_if_all_pages_may(caller, serve):
     elsewhere = {"Origin": "http://page"}
     async with caller.session.get(f"{caller.base}/video/status", headers=elsewhere) as response:
         assert response.status == 403
     async with (
-        serve(origins=("*",)) as everybody,
-        everybody.session.get(f"{everybody.base}/video/status", headers=elsewhere) as response,
+        serve(origins=("*",)) as open_caller,
+        open_caller.session.get(f"{open_caller.base}/video/status", headers=elsewhere) as response,
     ):
         assert response.status == 200
         assert response.headers["access-control-allow-origin"] == "http://page"
@@ -383,7 +384,7 @@ async def test_only_listed_pages_may_call_when_pages_are_listed(serve):
         assert refused.value.status == 403
 
 
-async def test_idle_rooms_go_by_themselves(serve, until):
+async def test_idle_rooms_are_removed(serve, until):
     async with serve(idle=0.0, cleanup_interval=0.02) as caller:
         path = await caller.room("robotics", "r")
 
@@ -393,7 +394,7 @@ async def test_idle_rooms_go_by_themselves(serve, until):
         await until(is_gone)
 
 
-async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task(until):
+async def test_server_shutdown_closes_sockets_and_leaves_no_task(until):
     before = asyncio.all_tasks()
     async with aiohttp.ClientSession() as session:
         async with serve_transport() as base:
@@ -409,7 +410,7 @@ async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task(until
     await until(lambda: not asyncio.all_tasks() - before)
 
 
-def test_the_command_says_what_to_do_when_its_port_is_taken():
+def test_occupied_port_is_explained_by_the_command():
     app = typer.Typer()
     app.command()(transport)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,4 @@
-"""Pairs of diffusers' 2D transformer in torch and ours over the same files, and golden folders with weights."""
+"""Pairs of diffusers' 2D transformer in torch and our model from the same files, and golden folders with weights."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from tests.testing.peers import require_peers
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 
-# What a call takes by kind, in sizes that no two axes share. inner_dim is 24.
+# Inputs of each kind, with a different size for each axis. inner_dim is 24.
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "continuous": {"in_channels": 16, "norm_num_groups": 4},
     "discrete": {"num_vector_embeds": 11, "sample_size": 4},
     "patches": {"in_channels": 3, "out_channels": 5, "patch_size": 2, "sample_size": 8},
 }
-# What PixArt takes: a kind, and the fields that make it one.
+# The kind and the config fields of PixArt.
 SINGLE: tuple[str, Mapping[str, Any]] = (
     "patches",
     {
@@ -38,11 +38,11 @@ SINGLE: tuple[str, Mapping[str, Any]] = (
 
 
 def live_tolerance() -> float:
-    """Largest absolute differ from diffusers as it computes here, on outputs of order 1.
+    """Return the largest absolute difference from diffusers on this machine, for outputs of order 1.
 
-    The last bit of PyTorch's frequencies of timesteps depends on the processor (0.52 units in the last place with AVX2,
-    0.88 with AVX-512); at timestep 1000 that bit is 6e-5 in the angle. Where PyTorch finds the frequencies that goldens
-    were recorded with, which are ours, 1e-5 holds; elsewhere what parity means.
+    The last bit of PyTorch's timestep frequencies depends on the processor (0.52 units in the last place with AVX2,
+    0.88 with AVX-512); at timestep 1000 that bit is 6e-5 in the angle. If PyTorch computes the frequencies of the
+    goldens, which are ours, 1e-5 holds; otherwise the tolerance of parity applies.
     """
     try:
         import torch
@@ -58,7 +58,7 @@ def live_tolerance() -> float:
 
 
 def small(kind: str, **fields: Any) -> dict[str, Any]:
-    """A model of a few thousand parameters: two layers, two heads of 12."""
+    """Return the config of a model with a few thousand parameters: two layers, two heads of 12."""
     return {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, **SMALL[kind], **fields}
 
 
@@ -68,7 +68,7 @@ def block_norm(config: Mapping[str, Any]) -> str:
 
 
 def inputs_for(config: Mapping[str, Any], batch: int = 2, seed: int = 0, **replaced: Any) -> dict[str, Any]:
-    """Arguments that diffusers accepts for `config`; a None in `replaced` takes one away."""
+    """Return arguments that diffusers accepts for `config`; a None in `replaced` removes one."""
     rng = np.random.default_rng([seed, 71])
     inner = config["num_attention_heads"] * config["attention_head_dim"]
     inputs: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def inputs_for(config: Mapping[str, Any], batch: int = 2, seed: int = 0, **repla
             inputs["class_labels"] = rng.integers(0, config["num_embeds_ada_norm"] + 1, batch)
         case "ada_norm_single" if config.get("patch_size") is not None:
             inputs["timestep"] = rng.integers(0, 1000, batch)
-        case "ada_norm_single":  # without patches diffusers wants what its embedder would have made of the timestep
+        case "ada_norm_single":  # Without patches, diffusers needs the embedded timestep.
             inputs["timestep"] = (0.3 * rng.standard_normal((batch, 6 * inner))).astype(np.float32)
     if config.get("use_additional_conditions"):
         shapes = {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}
@@ -109,7 +109,7 @@ def to_torch(value: Any) -> Any:
 
 
 def randomise(module: Any, seed: int) -> None:
-    """Every weight, also those that start as zeros or ones: what is never seen cannot be compared."""
+    """Randomise each weight, including initial zeros and ones, whose effect a comparison would miss."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -128,7 +128,7 @@ def randomise(module: Any, seed: int) -> None:
 
 @dataclass
 class Pair:
-    """diffusers' model and ours, which read the files that diffusers wrote."""
+    """diffusers' model, and ours from the files that diffusers wrote."""
 
     theirs: Any
     folder: Path
@@ -149,27 +149,27 @@ class Pair:
         return np.asarray(self.ours(**inputs).sample)
 
     def error(self, **inputs: Any) -> float:
-        """The largest absolute differ of the outputs."""
+        """Return the largest absolute difference of the outputs."""
         return differ(self.find(**inputs), self.want(**inputs))
 
 
-def differ(found: Any, wanted: Any) -> float:
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    assert np.isfinite(wanted).all()
-    return float(np.abs(found.astype(np.float64) - wanted.astype(np.float64)).max())
+def differ(found: Any, expected: Any) -> float:
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert np.isfinite(expected).all()
+    return float(np.abs(found.astype(np.float64) - expected.astype(np.float64)).max())
 
 
 def build_theirs(config: Mapping[str, Any], seed: int = 0, randomised: bool = True) -> Any:
-    """diffusers' `Transformer2DModel` itself: its `from_pretrained` would turn some configs into other classes."""
+    """Build diffusers' `Transformer2DModel` itself, because its `from_pretrained` changes the class of some configs."""
     require_peers("torch", "diffusers")
     import torch
     from diffusers.models.transformers import transformer_2d
 
-    torch.set_num_threads(1)  # so small a model is computed by one thread sooner, and others compute beside it
+    torch.set_num_threads(1)  # One thread is fastest for small models.
     with warnings.catch_warnings():
-        # "The configuration file of this model is outdated": a layer_norm config that means ada_norm.
+        # diffusers warns that a layer_norm config that means ada_norm is outdated.
         warnings.simplefilter("ignore", FutureWarning)
         module = transformer_2d.Transformer2DModel(**config).eval()
     if randomised:
@@ -184,7 +184,7 @@ def theirs_of() -> Callable[..., Any]:
 
 @pytest.fixture
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    """A pair from the constructor's arguments, with random weights from `seed`."""
+    """Return a function that builds a pair from constructor arguments, with random weights from `seed`."""
 
     def make(config: Mapping[str, Any], seed: int = 0, *, theirs: Any = None) -> Pair:
         module = build_theirs(config, seed) if theirs is None else theirs
@@ -196,7 +196,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
 
 
 def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
-    """Ours without files, with random weights that are the same whatever the options; nothing is compiled for them."""
+    """Build our model with random weights that do not depend on the options, without files or compilation."""
     import jax
 
     from jaxmodels.transformer2d import Transformer2DModel
@@ -204,17 +204,19 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
 
     plan = blueprint(lambda rngs: Transformer2DModel(**config, **options, rngs=rngs))
     weights = {}
-    for name, wanted in plan.shapes.items():
+    for name, expected in plan.shapes.items():
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        x = rng.standard_normal(wanted.shape)
+        x = rng.standard_normal(expected.shape)
         if name.endswith("kernel"):
             is_fused = name.endswith(("to_qkv.kernel", "to_kv.kernel"))  # (layer, inputs, parts, width)
             is_patch = name == "pos_embed.proj.kernel"  # (rows, columns, channels, width)
-            inputs = wanted.shape[-3] if is_fused else np.prod(wanted.shape[:-1]) if is_patch else wanted.shape[-2]
+            inputs = (
+                expected.shape[-3] if is_fused else np.prod(expected.shape[:-1]) if is_patch else expected.shape[-2]
+            )
             x /= np.sqrt(inputs)
         else:
             x = 0.3 * x + float(name.endswith("scale"))
-        weights[name] = np.float32(x).astype(wanted.dtype)
+        weights[name] = np.float32(x).astype(expected.dtype)
     return plan.assemble(jax.device_put(weights))
 
 
@@ -226,7 +228,7 @@ def seeded_weights(seed: int, shapes: Mapping[str, list[int]]) -> dict[str, np.n
 
 @pytest.fixture(scope="session")
 def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A golden model's folder as diffusers would have written it."""
+    """Return a function that writes the folder of a golden model as diffusers does."""
 
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)

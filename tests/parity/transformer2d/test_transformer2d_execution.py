@@ -1,4 +1,4 @@
-"""A compiled, traced, prepared or batched model, and one in bfloat16, gives the same numbers."""
+"""Compiled, traced, prepared, batched and bfloat16 models give the same numbers."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from jaxmodels.transformer2d import Transformer2DModel
 from tests.parity.transformer2d.conftest import SINGLE, inputs_for, model_of, small, to_torch
 from tests.testing.peers import require_peers
 
-TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
+TOLERANCE = 1e-5  # Largest absolute difference on outputs of order 1.
 STEADY = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "continuous": ("continuous", {"cross_attention_dim": 20}),
@@ -45,7 +45,7 @@ def test_compiled_traced_and_eager_agree(name: str) -> None:
     config, inputs = prepare_case(name)
     model = model_of(config)
     wanted = np.asarray(model(**inputs).sample)
-    if name == "continuous ada":  # operation by operation is slow to start
+    if name == "continuous ada":  # Execution of single operations starts slowly.
         with jax.disable_jit():
             eager = np.asarray(model(**inputs).sample)
         assert np.abs(eager - wanted).max() <= TOLERANCE
@@ -59,7 +59,7 @@ def test_compiled_traced_and_eager_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["continuous ada", "continuous only cross", "zero", "single"])
-def test_prepared_conditioning_changes_nothing(name: str) -> None:
+def test_prepared_conditioning_does_not_change_the_output(name: str) -> None:
     config, inputs = prepare_case(name)
     model = model_of(config)
     wanted = np.asarray(model(**inputs).sample)
@@ -78,7 +78,7 @@ def test_prepared_conditioning_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
-def test_an_element_does_not_depend_on_its_batch(name: str) -> None:
+def test_element_does_not_depend_on_its_batch(name: str) -> None:
     config, inputs = prepare_case(name, batch=3)
     model = model_of(config)
     together = np.asarray(model(**inputs).sample)
@@ -87,9 +87,9 @@ def test_an_element_does_not_depend_on_its_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_log_probabilities_sum_to_one_over_all_but_the_masked_class(dtype: Any) -> None:
+def test_probabilities_of_unmasked_classes_sum_to_one(dtype: Any) -> None:
     config = small("discrete", cross_attention_dim=20)
-    ids = np.full((2, 5), 10)  # all of the masked class
+    ids = np.full((2, 5), 10)  # All ids are the masked class.
     found = np.asarray(model_of(config, dtype=dtype)(**inputs_for(config, hidden_states=ids)).sample)
     assert found.dtype == np.float32
     assert found.shape == (2, 10, 5)
@@ -107,7 +107,7 @@ def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, pair_of) -> None
 
     config, inputs = prepare_case(name)
     if name == "discrete":
-        inputs["timestep"] = np.asarray(inputs["timestep"][0])  # diffusers takes one for the batch
+        inputs["timestep"] = np.asarray(inputs["timestep"][0])  # diffusers accepts one timestep per batch.
     pair = pair_of(config)
     exact = pair.want(**inputs)
     ours = Transformer2DModel.from_pretrained(pair.folder, dtype=jnp.bfloat16)
@@ -120,7 +120,7 @@ def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, pair_of) -> None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peer = theirs(**halved, return_dict=False)[0].float().numpy()
-    # Over 36 draws the ratio was 0.8 to 1.3, and 1.01 on average: as many roundings, in other places.
+    # Over 36 draws the ratio was 0.8 to 1.3, with a mean of 1.01: rounding happens equally often, in other places.
     assert rms(found - exact) <= 1.4 * rms(peer - exact)
     assert rms(found - exact) <= 0.03 * max(1.0, rms(exact))
     assert rms(found - peer) <= 0.05 * max(1.0, rms(exact))

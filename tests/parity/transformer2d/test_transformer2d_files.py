@@ -1,6 +1,6 @@
 """Folders of diffusers' split classes and older folders give the numbers of diffusers.
 
-tests/unit/jaxmodels/test_checkpoints_unet.py compares all other folders that either side writes.
+tests/unit/jaxmodels/test_checkpoints_unet.py compares the other folders that both packages write.
 """
 
 import json
@@ -15,12 +15,12 @@ from tests.testing.peers import skip_reason
 torch = pytest.importorskip("torch", reason=skip_reason("torch"))
 
 pytestmark = pytest.mark.needs_peers
-TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
+TOLERANCE = live_tolerance()  # Largest absolute difference on outputs of order 1.
 
 
 @pytest.mark.parametrize("name", ["zero", "single"])
-def test_folders_of_the_classes_it_was_split_into_are_read(name: str, theirs_of, tmp_path) -> None:
-    theirs_of({"in_channels": 32})  # skips where diffusers is missing
+def test_folders_of_the_split_classes_are_read(name: str, theirs_of, tmp_path) -> None:
+    theirs_of({"in_channels": 32})  # Skips the test without diffusers.
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
     from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
@@ -45,7 +45,7 @@ def test_folders_of_the_classes_it_was_split_into_are_read(name: str, theirs_of,
     assert np.abs(np.asarray(ours(**inputs).sample) - wanted).max() <= TOLERANCE * max(1.0, np.abs(wanted).max() / 5)
 
 
-def test_a_file_without_norm_type_is_read_as_ada_norm(pair_of) -> None:
+def test_file_without_norm_type_is_read_as_ada_norm(pair_of) -> None:
     config = small("discrete", cross_attention_dim=20, num_embeds_ada_norm=9)
     pair = pair_of(config)
     path = pair.folder / "config.json"

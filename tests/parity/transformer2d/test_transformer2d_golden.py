@@ -1,4 +1,4 @@
-"""The 2D transformer against outputs of diffusers 0.42.1 (tests/golden/transformer2d/README.md)."""
+"""The 2D transformer compared with outputs of diffusers 0.42.1 (tests/golden/transformer2d/README.md)."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fully_compiled
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 assert len(NAMES) == 11
-TOLERANCE = 1e-5  # largest absolute difference; outputs are of order 1, and a tanh gelu or a wrong eps shows above it
+TOLERANCE = 1e-5  # Largest absolute difference on outputs of order 1; a tanh gelu or a wrong eps exceeds it.
 MASKS = ("attention_mask", "encoder_attention_mask")
 
 
@@ -33,7 +33,7 @@ def recorded(name: str) -> tuple[dict[str, Any], np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_are_those_of_diffusers(name: str, golden_folder) -> None:
+def test_outputs_equal_diffusers(name: str, golden_folder) -> None:
     inputs, wanted = recorded(name)
     model = Transformer2DModel.from_pretrained(golden_folder(name))
     assert differ(model(**inputs).sample, wanted) <= TOLERANCE
@@ -41,7 +41,7 @@ def test_outputs_are_those_of_diffusers(name: str, golden_folder) -> None:
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", NAMES)
-def test_prepared_outputs_are_those_of_diffusers(name: str, golden_folder) -> None:
+def test_prepared_outputs_equal_diffusers(name: str, golden_folder) -> None:
     inputs, wanted = recorded(name)
     model = Transformer2DModel.from_pretrained(golden_folder(name))
     steady = {key: inputs.pop(key) for key in list(inputs) if key not in ("hidden_states", *MASKS)}
@@ -50,7 +50,7 @@ def test_prepared_outputs_are_those_of_diffusers(name: str, golden_folder) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_as_diffusers_writes_it_comes_back_the_same(name: str) -> None:
+def test_config_of_diffusers_survives_a_round_trip(name: str) -> None:
     written = json.loads((GOLDEN / name / "config.json").read_text())
     arguments = {key: value for key, value in written.items() if not key.startswith("_")}
     assert Transformer2DConfig.from_json(written).to_json() == arguments

@@ -1,4 +1,4 @@
-"""Gradients of every kind of input against torch's autograd, and with layers scanned or recomputed."""
+"""Gradients for each kind of input compared with torch's autograd, also with scanned or recomputed layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from tests.testing.peers import skip_reason
 torch = pytest.importorskip("torch", reason=skip_reason("torch"))
 
 pytestmark = pytest.mark.needs_peers
-TOLERANCE = live_tolerance()  # largest absolute difference, of gradients no larger than about 1
+TOLERANCE = live_tolerance()  # Largest absolute difference of gradients of order 1.
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "continuous of many tokens": ("continuous", {"cross_attention_dim": 20, "num_layers": 1}),
     "continuous gated": ("continuous", {"cross_attention_dim": 20, "attention_type": "gated", "attention_bias": True}),
@@ -32,7 +32,7 @@ def prepare_case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     kind, fields = KINDS[name]
     config = small(kind, **fields)
     inputs = inputs_for(config)
-    if "many" in name:  # enough for attention to go over blocks of queries
+    if "many" in name:  # Enough tokens for attention in blocks of queries.
         inputs["hidden_states"] = rng.standard_normal((2, 16, 37, 29)).astype(np.float32)
         inputs["attention_mask"] = rng.random((2, 37 * 29)) < 0.8
     if "gated" in name:
@@ -44,7 +44,7 @@ def prepare_case(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def split(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments that have gradients, and the others."""
+    """Split the arguments into those with gradients and the rest."""
     names = ("hidden_states", "encoder_hidden_states")
     varied = {name: inputs[name] for name in names if name in inputs and inputs[name].dtype == np.float32}
     return varied, {key: value for key, value in inputs.items() if key not in varied}
@@ -56,7 +56,7 @@ def draw_direction(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def our_gradients(model: Any, inputs: dict[str, Any], direction: np.ndarray) -> Any:
-    """Of the weights and of the arguments, and the sample."""
+    """Return the gradients of the weights and of the arguments, and the sample."""
     graph, state = nnx.split(model)
     varied, fixed = split(inputs)
 
@@ -70,7 +70,7 @@ def our_gradients(model: Any, inputs: dict[str, Any], direction: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradients_are_those_of_autograd(name: str, pair_of, tmp_path) -> None:
+def test_gradients_equal_autograd(name: str, pair_of, tmp_path) -> None:
     config, inputs = prepare_case(name)
     pair = pair_of(config)
     varied, fixed = split(inputs)
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_autograd(name: str, pair_of, tmp_path) -> None:
     (weights, arrays), _ = our_gradients(pair.ours, inputs, direction)
     for key, tensor in tensors.items():
         assert np.abs(np.asarray(arrays[key]) - tensor.grad.numpy()).max() <= TOLERANCE
-    # The writer knows which of our arrays is which of diffusers' tensors, for gradients as for weights.
+    # The writer maps our arrays to diffusers' tensors, for gradients as for weights.
     graph, _ = nnx.split(pair.ours)
     nnx.merge(graph, weights).save_pretrained(tmp_path)
     found = load_file(tmp_path / "diffusion_pytorch_model.safetensors")
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_autograd(name: str, pair_of, tmp_path) -> None:
     assert sum(float(np.abs(gradient).max()) > 1e-4 for gradient in found.values()) > 0.9 * len(found)
 
 
-def test_scanned_and_recomputed_layers_give_the_same() -> None:
+def test_scanned_and_recomputed_layers_give_the_same_gradients() -> None:
     config, inputs = prepare_case("single")
     direction = draw_direction(jax.eval_shape(lambda: model_of(config)(**inputs).sample).shape)
     outcomes = []

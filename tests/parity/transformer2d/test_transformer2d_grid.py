@@ -1,6 +1,6 @@
-"""Live parity with diffusers over every input kind, norm, activation, attention and mask, in pairs.
+"""Live parity with diffusers over each input kind, norm, activation, attention and mask, in pairs.
 
-Two choices that could disturb each other meet in at least one cell. ROBOJAX_EVERY_CELL=1 runs the whole product
+Two choices that may interact meet in at least one cell. ROBOJAX_EVERY_CELL=1 runs the whole product
 instead, for hours.
 """
 
@@ -14,11 +14,11 @@ import pytest
 
 from tests.parity.transformer2d.conftest import inputs_for, live_tolerance, small
 
-TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
+TOLERANCE = live_tolerance()  # Largest absolute difference on outputs of order 1.
 INNER = 24
-CROSS = 20  # not inner_dim: keys of the wrong width fail
+CROSS = 20  # Not inner_dim, so that keys of a wrong width fail.
 
-# name -> config fields, and whether encoder_hidden_states are given
+# Name -> config fields, and the width of encoder_hidden_states, if present.
 ATTENTIONS: Mapping[str, tuple[dict[str, Any], int | None]] = {
     "self": ({}, None),
     "self_despite_encoder": ({}, CROSS),
@@ -48,8 +48,8 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         **SHARED,
     },
 }
-# Pairs that act on different parts of a block; those of attentions and masks are tried with continuous input, and the
-# blocks are the same.
+# Pairs that act on different parts of a block. Attentions and masks are paired only for continuous input, because the
+# other kinds have the same blocks.
 APART: Mapping[str, tuple[set[str], ...]] = {
     "continuous": ({"attention", "activation_fn"}, {"masks", "activation_fn"}),
     "discrete": (
@@ -63,7 +63,7 @@ APART: Mapping[str, tuple[set[str], ...]] = {
 
 
 def is_accepted(cell: Mapping[str, Any]) -> bool:
-    """Whether the choices make sense together (diffusers ignores some of the others, and fails on the rest)."""
+    """Return whether the choices fit together; diffusers ignores or fails on the other combinations."""
     encoder = ATTENTIONS[cell["attention"]][1]
     looks_at_encoder = encoder is not None and cell["attention"] != "self_despite_encoder"
     if cell.get("captions") and not looks_at_encoder:
@@ -83,12 +83,12 @@ def every_cell(kind: str) -> list[dict[str, Any]]:
 
 
 def cells_of(kind: str) -> Iterator[dict[str, Any]]:
-    """Cells in which every two choices that can meet do meet, picked greedily; the same ones each time."""
+    """Yield cells that cover each pair of compatible choices, selected greedily and deterministically."""
     every = every_cell(kind)
     if os.environ.get("ROBOJAX_EVERY_CELL"):
         yield from every
         return
-    # Of so many, a few hundred hold every pair many times over; the last test here makes sure.
+    # A sample of a few hundred cells covers each pair many times; the last test here verifies it.
     chosen = np.random.default_rng(0).permutation(len(every))[:400]
     candidates = [(every[i], pairs(kind, every[i])) for i in chosen]
     missing = set().union(*(met for _, met in candidates))
@@ -106,7 +106,7 @@ CELLS = [(kind, cell) for kind in AXES for cell in cells_of(kind)]
 
 
 @pytest.mark.parametrize(("kind", "cell"), CELLS, ids=[f"{kind}-{label(cell)}" for kind, cell in CELLS])
-def test_a_cell_of_the_grid_gives_the_numbers_of_diffusers(kind, cell, pair_of) -> None:
+def test_cell_of_the_grid_gives_the_numbers_of_diffusers(kind, cell, pair_of) -> None:
     fields, encoder = ATTENTIONS[cell["attention"]]
     config = small(kind, **fields)
     config |= {
@@ -143,7 +143,7 @@ def mask(rng: np.random.Generator, keys: int) -> np.ndarray:
     return keep
 
 
-def test_choices_that_could_disturb_each_other_meet() -> None:
+def test_all_interacting_choices_are_paired() -> None:
     for kind in AXES:
         met = set().union(*(pairs(kind, cell) for other, cell in CELLS if other == kind))
         assert met == set().union(*(pairs(kind, cell) for cell in every_cell(kind)))

@@ -1,4 +1,4 @@
-"""Live parity with diffusers over what a call may be given: scales, masks, timesteps, labels, sizes, forms."""
+"""Live parity with diffusers over the arguments of a call: scales, masks, timesteps, labels, sizes, formats."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.testing.peers import skip_reason
 torch = pytest.importorskip("torch", reason=skip_reason("torch"))
 
 pytestmark = pytest.mark.needs_peers
-TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
+TOLERANCE = live_tolerance()  # Largest absolute difference on outputs of order 1.
 BATCH, HEADS, TOKENS, CONTEXT = 2, 2, 15, 7
 
 
@@ -35,10 +35,10 @@ UNUSED = {"class_labels": np.array([1, 2]), "timestep": np.array(3), "added_cond
 ADA = {"norm_type": "ada_norm", "num_embeds_ada_norm": 9}
 ZERO = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 9}
 SINGLE = {"norm_type": "ada_norm_single", "num_embeds_ada_norm": 9}
-# Positions of models of at least 128 x 128 pixels are divided by 128 // 64.
+# Models of at least 128 x 128 pixels divide positions by 128 // 64.
 LARGE = SINGLE | {"use_additional_conditions": False, "num_layers": 1, "sample_size": 128, "patch_size": 16}
 SCALED = SINGLE | {"use_additional_conditions": False, "num_layers": 1}
-# Kind, fields of the config, and arguments in place of the usual ones.
+# Kind, config fields, and replaced arguments.
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *(
         ("patches", norm, {"hidden_states": np.float32(x) * reals(2, 3, 8, 8)})
@@ -46,7 +46,7 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         for norm in (ZERO, SINGLE)
     ),
     *(("patches", norm, {"timestep": timestep}) for timestep in TIMESTEPS.values() for norm in (ZERO, SINGLE)),
-    *(("patches", norm, {"hidden_states": reals(2, 3, 2, 2)}) for norm in (ZERO, SINGLE)),  # one patch
+    *(("patches", norm, {"hidden_states": reals(2, 3, 2, 2)}) for norm in (ZERO, SINGLE)),  # One patch.
     *((kind, {}, UNUSED) for kind in ("continuous", "discrete")),
     *(
         ("patches", SCALED | {"interpolation_scale": scale}, {"hidden_states": reals(2, 3, *size)})
@@ -74,8 +74,8 @@ def test_calls_give_the_numbers_of_diffusers(kind: str, fields, arguments, pair_
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("is_linear", [False, True])
-def test_continuous_inputs_of_any_scale_are_normalised_alike(scale: float, is_linear: bool, pair_of) -> None:
-    # A wrong epsilon of the group norm shows at 0.01. The input itself is in the output.
+def test_continuous_inputs_of_any_scale_are_normalised_equally(scale: float, is_linear: bool, pair_of) -> None:
+    # A wrong epsilon of the group norm is visible at 0.01. The output includes the input itself.
     config = small("continuous", **CROSS, use_linear_projection=is_linear)
     inputs = inputs_for(config, hidden_states=reals(2, 16, 3, 5) * np.float32(scale))
     assert pair_of(config).error(**inputs) <= TOLERANCE * max(1.0, scale)
@@ -100,8 +100,8 @@ def test_one_timestep_is_for_the_whole_batch(kind: str, fields, value: int, thei
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
-def test_inputs_far_from_zero_lose_no_more_bits_than_in_diffusers(is_linear: bool, pair_of) -> None:
-    # A variance computed as E[x^2] - E[x]^2 would lose them. Double precision gives the exact output.
+def test_inputs_far_from_zero_are_as_exact_as_in_diffusers(is_linear: bool, pair_of) -> None:
+    # A variance computed as E[x^2] - E[x]^2 loses bits. Double precision gives the exact output.
     config = small("continuous", cross_attention_dim=20, use_linear_projection=is_linear)
     inputs = inputs_for(config)
     inputs["hidden_states"] += np.float32(50)
@@ -123,7 +123,7 @@ def masks(form: str, keys: int, queries: int) -> np.ndarray:
     match form:
         case "bool" | "int64" | "int32" | "uint8" | "float32":
             return keep.astype(form)
-        case "fractional":  # a little below one: biases that matter beside the scores
+        case "fractional":  # Slightly below one, so that the biases are of the order of the scores.
             return np.float32(1) - (rng.random((BATCH, keys)) * 3e-4).astype(np.float32)
         case "halves":
             return np.where(keep, 1, 0.5).astype(np.float32)
@@ -156,19 +156,19 @@ FORMS = (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mask_of_any_form_means_what_it_means_to_diffusers(form: str, pair_of) -> None:
+def test_masks_of_each_form_equal_diffusers(form: str, pair_of) -> None:
     config = small("continuous", cross_attention_dim=20, num_layers=1)
     inputs = inputs_for(config)
     pair = pair_of(config)
     given = {"attention_mask": masks(form, TOKENS, TOKENS), "encoder_attention_mask": masks(form, CONTEXT, TOKENS)}
-    wanted = pair.want(**inputs, **given)
-    for name in given:  # each of them must matter, or nothing is compared
+    expected = pair.want(**inputs, **given)
+    for name in given:  # Each argument must change the output.
         assert np.abs(pair.want(**inputs, **{name: given[name]}) - pair.want(**inputs)).max() > 1e-3
-    assert np.abs(pair.find(**inputs, **given) - wanted).max() <= TOLERANCE
+    assert np.abs(pair.find(**inputs, **given) - expected).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["discrete", "patches"])
-def test_masks_of_other_inputs_mean_the_same(kind: str, pair_of) -> None:
+def test_masks_of_other_input_kinds_equal_diffusers(kind: str, pair_of) -> None:
     config = small(kind, cross_attention_dim=20, num_layers=1, norm_type="layer_norm")
     if kind == "patches":
         config |= {"norm_type": "ada_norm_single"}
@@ -197,41 +197,41 @@ def test_many_tokens_give_the_numbers_of_diffusers(size: tuple[int, int], form: 
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "encoder_attention_mask"])
-def test_a_row_without_any_key_is_as_if_unmasked(name: str, pair_of) -> None:
+def test_fully_masked_row_equals_an_unmasked_row(name: str, pair_of) -> None:
     config = small("continuous", cross_attention_dim=20, num_layers=1)
     inputs = inputs_for(config)
     pair = pair_of(config)
     keep = np.ones((BATCH, TOKENS if name == "attention_mask" else CONTEXT), np.int64)
     keep[1] = 0
-    found, wanted = pair.find(**inputs, **{name: keep}), pair.want(**inputs, **{name: keep})
-    assert np.abs(found[0] - wanted[0]).max() <= TOLERANCE
-    # Near -10000 float32 is spaced 1e-3: scores are rounded to that, and a last bit of difference may round apart.
-    assert np.abs(found[1] - wanted[1]).max() <= 1e-3
+    found, expected = pair.find(**inputs, **{name: keep}), pair.want(**inputs, **{name: keep})
+    assert np.abs(found[0] - expected[0]).max() <= TOLERANCE
+    # Float32 values near -10000 are 1e-3 apart: scores are rounded to that, and the last bit may round differently.
+    assert np.abs(found[1] - expected[1]).max() <= 1e-3
     assert np.abs(found[1] - pair.find(**inputs)[1]).max() <= 1e-3
 
 
 @pytest.mark.parametrize("kind", ["continuous", "discrete"])
-def test_ada_norm_takes_a_timestep_per_element(kind: str, pair_of) -> None:
+def test_ada_norm_accepts_a_timestep_per_element(kind: str, pair_of) -> None:
     # diffusers takes one timestep, so it is called once per element.
     config = small(kind, norm_type="ada_norm", num_embeds_ada_norm=9, cross_attention_dim=20)
     pair = pair_of(config)
     inputs = inputs_for(config, timestep=np.array([0, 8, 3]), batch=3)
     each = [{name: value[i : i + 1] for name, value in inputs.items() if name != "timestep"} for i in range(3)]
-    wanted = [pair.want(**each[i], timestep=inputs["timestep"][i]) for i in range(3)]
-    assert np.abs(pair.find(**inputs) - np.concatenate(wanted)).max() <= TOLERANCE
+    expected = [pair.want(**each[i], timestep=inputs["timestep"][i]) for i in range(3)]
+    assert np.abs(pair.find(**inputs) - np.concatenate(expected)).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
-def test_the_null_class_is_the_row_after_the_last(dtype: type, pair_of) -> None:
+def test_null_class_is_the_row_after_the_last_class(dtype: type, pair_of) -> None:
     config = small("patches", norm_type="ada_norm_zero", num_embeds_ada_norm=9)
     inputs = inputs_for(config, class_labels=np.array([9, 0], dtype))
     pair = pair_of(config)
     assert np.abs(pair.find(**inputs) - pair.want(**inputs)).max() <= TOLERANCE
     one = inputs | {"class_labels": inputs["class_labels"][:1], "timestep": inputs["timestep"][:1]}
-    assert np.abs(pair.find(**one) - pair.want(**one)).max() <= TOLERANCE  # one label and timestep for both
+    assert np.abs(pair.find(**one) - pair.want(**one)).max() <= TOLERANCE  # One label and timestep for both.
 
 
-def test_positions_of_large_models_are_those_of_the_class_itself(pair_of) -> None:
+def test_positions_of_large_models_are_not_divided(pair_of) -> None:
     # diffusers' DiTTransformer2DModel, into which its own from_pretrained turns such files, does not divide positions.
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
@@ -269,7 +269,7 @@ def test_images_of_ada_norm_zero_need_not_be_square(size: tuple[int, int], pair_
 
 
 @pytest.mark.parametrize("kind", ["gated", "gated-text-image"])
-def test_without_objects_the_fuser_of_gligen_is_passed_by(kind: str, pair_of) -> None:
+def test_gligen_fuser_has_no_effect_without_objects(kind: str, pair_of) -> None:
     config = small("continuous", cross_attention_dim=20, attention_type=kind)
     pair = pair_of(config)
     inputs = inputs_for(config)
@@ -280,16 +280,16 @@ def test_without_objects_the_fuser_of_gligen_is_passed_by(kind: str, pair_of) ->
 
 
 @pytest.mark.parametrize("kind", ["continuous", "discrete", "patches"])
-def test_arrays_of_other_dtypes_are_taken_as_they_are_meant(kind: str, pair_of) -> None:
+def test_arrays_of_other_dtypes_are_converted(kind: str, pair_of) -> None:
     config = small(kind, cross_attention_dim=20, norm_type="ada_norm_zero", num_embeds_ada_norm=9)
     inputs = inputs_for(config)
-    wanted = pair_of(config).find(**inputs)
+    expected = pair_of(config).find(**inputs)
     wide = {name: value.astype(np.float64) for name, value in inputs.items() if value.dtype == np.float32}
     narrow = {name: value.astype(np.int32) for name, value in inputs.items() if value.dtype == np.int64}
-    np.testing.assert_array_equal(pair_of(config).find(**inputs | wide | narrow), wanted)
+    np.testing.assert_array_equal(pair_of(config).find(**inputs | wide | narrow), expected)
 
 
-def test_the_output_is_an_object_or_a_tuple(pair_of) -> None:
+def test_output_is_an_object_or_a_tuple(pair_of) -> None:
     config = small("continuous")
     inputs = inputs_for(config)
     model = pair_of(config).ours
@@ -301,7 +301,7 @@ def test_the_output_is_an_object_or_a_tuple(pair_of) -> None:
     np.testing.assert_array_equal(np.asarray(sample), np.asarray(output.sample))
 
 
-def test_arguments_may_be_given_by_position(pair_of) -> None:
+def test_arguments_may_be_positional(pair_of) -> None:
     config = small("continuous", cross_attention_dim=20, norm_type="ada_norm", num_embeds_ada_norm=9)
     inputs = inputs_for(config)
     model = pair_of(config).ours

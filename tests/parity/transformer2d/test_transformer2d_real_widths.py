@@ -1,4 +1,4 @@
-"""One block of each published width against diffusers, with random weights and few tokens."""
+"""One block of each published width compared with diffusers, with random weights and few tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from tests.testing.peers import require_peers
 require_peers("torch", "diffusers")
 pytestmark = pytest.mark.needs_peers
 pytestmark = pytest.mark.fully_compiled
-TOLERANCE = 5e-5  # largest absolute difference; sums are 10 to 100 times longer than in the small models
+TOLERANCE = 5e-5  # Largest absolute difference; sums are 10 to 100 times longer than in the small models.
 
 SD = {"num_attention_heads": 8, "cross_attention_dim": 768}
 SD2 = {"attention_head_dim": 64, "cross_attention_dim": 1024, "use_linear_projection": True}
@@ -50,7 +50,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_block_of_a_published_width_gives_the_numbers_of_diffusers(name: str, pair_of) -> None:
+def test_block_of_a_published_width_equals_diffusers(name: str, pair_of) -> None:
     config = {"num_layers": 1, **MODELS[name]}
     rng = np.random.default_rng(0)
     inputs: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def test_a_block_of_a_published_width_gives_the_numbers_of_diffusers(name: str, 
 
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
-# Cases of diffusers' own tests: arguments, shape of the input drawn from seed 0, and asserted numbers of the output.
+# Cases of diffusers' own tests: arguments, shape of the input from seed 0, and expected numbers of the output.
 PUBLISHED: Mapping[str, tuple[dict[str, Any], tuple[int, ...], list[float]]] = {
     "spatial": (
         {"in_channels": 32, "num_attention_heads": 1, "attention_head_dim": 32},
@@ -101,7 +101,7 @@ PUBLISHED: Mapping[str, tuple[dict[str, Any], tuple[int, ...], list[float]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_numbers_in_diffusers_own_tests_come_out(name: str, theirs_of, pair_of) -> None:
+def test_numbers_of_diffusers_own_tests_are_reproduced(name: str, theirs_of, pair_of) -> None:
     import torch
 
     config, shape, numbers = PUBLISHED[name]
@@ -117,5 +117,5 @@ def test_numbers_in_diffusers_own_tests_come_out(name: str, theirs_of, pair_of) 
     pair = pair_of(config, theirs=theirs)
     found = pair.find(**inputs)
     part = found[0, -2:, -3:] if is_discrete else found[0, -1, -3:, -3:]
-    assert np.abs(part.flatten() - numbers).max() < 1e-3  # as there
+    assert np.abs(part.flatten() - numbers).max() < 1e-3  # The tolerance of diffusers' own test.
     assert np.abs(found - pair.want(**inputs)).max() <= 1e-5

@@ -1,4 +1,4 @@
-"""What makes no sense is refused before anything is compiled, with what was found and what was wanted."""
+"""Invalid configs and arguments are refused before compilation, with the found and the accepted values."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ ADA: dict[str, Any] = {"norm_type": "ada_norm", "num_embeds_ada_norm": 9}
 SINGLE_NORM = {"norm_type": "ada_norm_single"}
 ZERO_NORM = {"norm_type": "ada_norm_zero"}
 ONE_HEAD = {**PATCHES, **SINGLE_NORM, "num_attention_heads": 1}
-# Name: arguments of the constructor, words of the message in any case, whether diffusers refuses them too.
+# Name: constructor arguments, words of the message in any case, whether diffusers refuses them too.
 CONFIGS: Mapping[str, tuple[dict[str, Any], str, bool]] = {
     "nothing": ({}, "in_channels num_vector_embeds patch_size", True),
     "patches without channels": ({**SINGLE_NORM, "patch_size": 2, "sample_size": 8}, "in_channels patches", True),
@@ -62,7 +62,7 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], str, bool]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_that_makes_no_sense_is_refused(name: str) -> None:
+def test_invalid_config_is_refused(name: str) -> None:
     arguments, said, _ = CONFIGS[name]
     for build in (
         lambda: Transformer2DConfig(**arguments),
@@ -76,8 +76,8 @@ def test_a_config_that_makes_no_sense_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name][2]])
-def test_what_diffusers_refuses_to_build_is_in_the_list(name: str, theirs_of) -> None:
-    theirs_of({"in_channels": 32})  # skips where diffusers is missing, and shows that the others are at fault
+def test_configs_marked_as_refused_are_refused_by_diffusers(name: str, theirs_of) -> None:
+    theirs_of({"in_channels": 32})  # Skips without diffusers; a valid config builds.
     with pytest.raises(Exception, match=r".") as refusal:
         theirs_of(CONFIGS[name][0])
     errors = (NotImplementedError, ValueError, AssertionError, TypeError, UnboundLocalError, RuntimeError)
@@ -120,7 +120,7 @@ CALLS: Mapping[str, dict[str, Any]] = {
         "added_cond_kwargs": {"resolution": reals(2, 2), "aspect_ratio": reals(2, 1)},
     },
 }
-# Name: model, arguments in place of the right ones (None removes one), words of the message.
+# Name: model, replaced arguments (None removes one), words of the message.
 WRONG: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "lists": ("continuous", {"hidden_states": [[1.0, 2.0]]}, "hidden_states"),
     "nothing": ("continuous", {"hidden_states": None}, "hidden_states"),
@@ -195,16 +195,16 @@ def models() -> Callable[[str], Transformer2DModel]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_right_arguments_are_taken(name: str, models) -> None:
+def test_valid_arguments_are_accepted(name: str, models) -> None:
     assert np.isfinite(np.asarray(models(name)(**CALLS[name]).sample)).all()
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_argument_is_refused_by_name(name: str, models) -> None:
+def test_invalid_argument_is_refused_by_name(name: str, models) -> None:
     which, wrong, said = WRONG[name]
     with pytest.raises(ValueError, match=r".") as refusal:
         models(which)(**CALLS[which] | wrong)
-    assert isinstance(refusal.value, JaxModelsError)  # and not an error of NumPy or XLA
+    assert isinstance(refusal.value, JaxModelsError)  # Not an error of NumPy or XLA.
     for part in said.split("|"):
         assert re.search(rf"(?<![0-9]){re.escape(part)}", str(refusal.value)), str(refusal.value)
 
@@ -213,7 +213,7 @@ PREPARED = [
     name
     for name, (_, wrong, _) in WRONG.items()
     if not {"hidden_states", "attention_mask", "encoder_attention_mask", "cross_attention_kwargs"} & wrong.keys()
-    # Preparation takes the batch size from its arguments.
+    # Preparation reads the batch size from its arguments.
     and "batch" not in name
     # A later call compares the widths.
     and name != "no encoder where widths differ"
@@ -221,7 +221,7 @@ PREPARED = [
 
 
 @pytest.mark.parametrize("name", PREPARED)
-def test_a_wrong_argument_is_refused_when_preparing(name: str, models) -> None:
+def test_invalid_argument_is_refused_by_prepare(name: str, models) -> None:
     which, wrong, said = WRONG[name]
     steady = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
     arguments = {key: value for key, value in (CALLS[which] | wrong).items() if key in steady}
@@ -230,15 +230,15 @@ def test_a_wrong_argument_is_refused_when_preparing(name: str, models) -> None:
     assert isinstance(refusal.value, JaxModelsError)
 
 
-def test_what_is_prepared_is_not_given_again(models) -> None:
+def test_prepared_arguments_must_not_be_repeated(models) -> None:
     call = CALLS["continuous"]
     conditioning = models("continuous").prepare(encoder_hidden_states=call["encoder_hidden_states"])
     with pytest.raises(JaxModelsError, match="encoder_hidden_states"):
         models("continuous")(**call, conditioning=conditioning)
 
 
-def test_conditioning_without_what_the_norms_need_is_refused(models) -> None:
-    # Without its modulations an ada_norm model would answer with unmodulated norms.
+def test_conditioning_without_the_inputs_of_the_norms_is_refused(models) -> None:
+    # Without its modulations, an ada_norm model would use unmodulated norms.
     other = models("continuous").prepare(encoder_hidden_states=CALLS["continuous"]["encoder_hidden_states"])
     for name in ("continuous ada", "single", "zero"):
         with pytest.raises(JaxModelsError, match=r"timestep|modulations"):

@@ -1,4 +1,4 @@
-"""What the stub says, and how it refuses: status, headers, body."""
+"""Responses of the stub: status, headers, body, and errors."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from tests.testing.stub_hub.failures import Failure
 
 @dataclass(frozen=True)
 class Answer:
-    """One HTTP answer; with ``breaks`` only half of its body is sent before that failure."""
+    """One HTTP response; with ``breaks``, only half of its body is sent before that failure."""
 
     status: int = 200
     body: bytes = b""
@@ -18,7 +18,7 @@ class Answer:
 
 
 class Refusal(Exception):
-    """A request that ends in an error; ``code`` becomes ``X-Error-Code``, which the client makes its errors of."""
+    """Request that ends in an error; the client derives its exception from ``code``, sent as ``X-Error-Code``."""
 
     def __init__(self, status: int, message: str, code: str = ""):
         super().__init__(message)

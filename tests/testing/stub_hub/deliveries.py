@@ -1,4 +1,4 @@
-"""Deliveries of the stub: a v3 payload to each webhook that watches, repeated and reordered as a plan says.
+"""Deliveries of the stub: a v3 payload to each watching webhook, repeated and reordered by a plan.
 
 The real Hub guarantees neither order nor single delivery; only its ``Webhook-Id`` stays the same.
 """
@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 from tests.testing.stub_hub.webhooks import Webhook
 
-GATHER = 5.0  # seconds to wait for the next delivery of a shuffled group
-TIMEOUT = 10.0  # seconds that an answer may take
+GATHER = 5.0  # Seconds to wait for the next delivery of a shuffled group.
+TIMEOUT = 10.0  # Seconds allowed for the receiver's response.
 
 
 @dataclass
 class DeliveryPlan:
-    """``copies`` is how often each delivery is sent; ``reorder`` is how many consecutive deliveries are shuffled."""
+    """``copies`` is the number of times each delivery is sent; ``reorder`` is the size of shuffled groups."""
 
     copies: int = 1
     reorder: int = 1
@@ -39,7 +39,7 @@ class Delivery:
 
 
 class Deliveries:
-    """The thread that sends deliveries."""
+    """Thread that sends deliveries."""
 
     def __init__(self, find: Callable[[str], Webhook | None]):
         self.plan = DeliveryPlan()
@@ -49,11 +49,11 @@ class Deliveries:
         self._thread.start()
 
     def add(self, webhook: Webhook, payload: Mapping[str, Any]) -> None:
-        told = {**payload, "webhook": {"id": webhook.id, "version": 3}}
-        self._waiting.put(Delivery(str(uuid.uuid4()), webhook.id, told))
+        delivered = {**payload, "webhook": {"id": webhook.id, "version": 3}}
+        self._waiting.put(Delivery(str(uuid.uuid4()), webhook.id, delivered))
 
     def close(self) -> None:
-        for _ in range(2):  # one ends the wait for the rest of a group
+        for _ in range(2):  # The first ends the wait for the rest of a group.
             self._waiting.put(None)
         self._thread.join(5)
 
@@ -83,6 +83,6 @@ def _post(url: str, secret: str | None, delivery: Delivery) -> None:
         connection.request("POST", where.path or "/", json.dumps(delivery.payload), headers)
         connection.getresponse().read()
     except (OSError, http.client.HTTPException):
-        pass  # the receiver is away; the Hub does not repeat a delivery
+        pass  # The Hub does not repeat a delivery to an absent receiver.
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""Failures that the stub was told to show: what it answers instead, and how often."""
+"""Scripted failures of the stub: the substitute response and the number of requests."""
 
 import re
 import threading
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Failure:
-    """One scripted failure of requests whose ``"GET /path?query"`` matches ``pattern``, ``times`` times (None: always).
+    """One scripted failure of up to ``times`` requests (None: all) whose ``"GET /path?query"`` matches ``pattern``.
 
     ``how`` is an HTTP status (with ``code`` as ``X-Error-Code``, and ``retry_after`` seconds for a 429), or one of
     ``short`` (half of the body with a matching length), ``cut`` (the connection ends in the body), ``corrupt`` (other
-    bytes), ``hang`` (no answer), ``stall`` (nothing after half of the body), ``drop`` (closed at once), ``drip`` (a
+    bytes), ``hang`` (no response), ``stall`` (silence after half of the body), ``drop`` (closed at once), ``drip`` (a
     byte every 20 ms), ``endless``, ``body`` (the given ``body``, or other headers). ``more`` are further headers;
     ``met`` counts requests, ``held`` the answers that wait for ``released``.
     """
@@ -37,7 +37,7 @@ class Failure:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Of the answer with its status."""
+        """Return the headers of the response with its status."""
         named = {**({"X-Error-Code": self.code} if self.code else {}), **self.more}
         if self.how != 429:
             return named
@@ -50,6 +50,6 @@ class Failure:
 
 
 def corrupted(body: bytes) -> bytes:
-    """As many bytes, of which those in the middle are others: a header at the beginning stays readable."""
+    """Return the body with changed bytes in the middle; a header at the beginning stays readable."""
     middle = len(body) // 2
     return body[:middle] + bytes(byte ^ 0x55 for byte in body[middle : middle + 8]) + body[middle + 8 :]

@@ -1,4 +1,4 @@
-"""The stub Hub itself: its server, its routes, and what a test does to it."""
+"""The stub Hub: its server, its routes, and the controls for tests."""
 
 import hashlib
 import http.server
@@ -21,7 +21,7 @@ OF_A_REPO = {"revision", "refs", "commits", "tree", "resolve"}
 
 @dataclass(frozen=True)
 class Request:
-    """One that was received; names of ``headers`` are in small letters."""
+    """A received request; names of ``headers`` are in lower case."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class Request:
 
 
 class StubHub:
-    """A Hub on loopback, in its own threads; ``denied`` maps a repo id to the status and code of each answer."""
+    """Hub on loopback in its own threads; ``denied`` maps a repo id to the status and code of each response."""
 
     def __init__(self, *, token: str | None = None, echoes_secrets: bool = True):
         """Start the Hub; webhooks need ``token`` (None: any), and show secrets only if ``echoes_secrets``."""
@@ -45,7 +45,7 @@ class StubHub:
         self._lock = threading.RLock()
         self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        # An often asked "is it to end?" makes closing quick.
+        # A short poll interval makes closing quick.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="stub-hub", daemon=True)
         self._thread.start()
 
@@ -64,7 +64,7 @@ class StubHub:
         self.deliveries.close()
 
     def script(self, pattern: str, how: int | str, times: int | None = 1, **details: Any) -> Failure:
-        """Answer the next requests otherwise; see `Failure`. What was scripted first comes first."""
+        """Fail the next matching requests; see `Failure`. Scripts apply in the order of their creation."""
         failure = Failure(pattern, how, times, **details)
         with self._lock:
             self._failures.append(failure)
@@ -108,7 +108,7 @@ class StubHub:
             self.emit(repo, "update", "repo.content", type=type, updatedRefs=moved)
 
     def emit(self, repo: str, action: str, scope: str, type: str = "model", **parts: Any) -> None:
-        """Deliver any event about a repo (``movedTo=``, ``updatedConfig=``, ``discussion=``, ...) to who watches it."""
+        """Deliver any event about a repo (``movedTo=``, ``updatedConfig=``, ``discussion=``, ...) to its watchers."""
         made = self.repo(repo, type)
         web = f"{self.url}/{'' if type == 'model' else type + 's/'}{repo}"
         payload = {
@@ -200,14 +200,14 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no news."""
+        """Ignore a client that disconnected."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.close_connection = True  # or a closed server would go on answering through kept connections
+        self.close_connection = True  # Otherwise, a closed server still answers on kept connections.
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
         assert isinstance(self.server, _Server)
@@ -233,14 +233,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             answer.breaks.hold()
 
     def _go_on(self, answer: Answer) -> None:
-        """A body that comes too slowly, or for ever: until the client goes, or it is released."""
+        """Send a slow or endless body until the client disconnects or the failure is released."""
         assert answer.breaks is not None
         is_endless = answer.breaks.how == "endless"
         length = {} if is_endless else {"Content-Length": str(len(answer.body))}
         for name, value in {"Connection": "close", **length, **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        # Without a length, the body ends with the connection.
+        # Without a length header, the end of the connection ends the body.
         pieces = itertools.repeat(bytes(1 << 16)) if is_endless else (answer.body[i : i + 1] for i in range(1 << 30))
         for piece in pieces:
             if answer.breaks.released.wait(0 if is_endless else 0.02):

@@ -1,6 +1,7 @@
 """Repos of the stub: commits of whole files, refs, and the requests that read them.
 
-Sources: huggingface_hub 2.4 on the wire; a blob's name is git's, the SHA-1 of ``blob <size>\\0`` and the content.
+Sources: huggingface_hub 2.4 on the wire; a blob's name is its git hash, the SHA-1 of ``blob <size>\\0`` and the
+content.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from urllib.parse import urlencode
 
 from tests.testing.stub_hub.answers import Answer, Refusal, as_json
 
-# What the Hub keeps in LFS whatever its size.
+# The Hub keeps these files in LFS regardless of their size.
 LARGE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".onnx", ".mp4", ".parquet")
 NO_COMMIT = "0" * 40
 
@@ -38,7 +39,7 @@ class File:
 
     @property
     def blob(self) -> str:
-        """Git's name of it."""
+        """Return the file's git hash."""
         held = self.pointer if self.is_large else self.content
         return hashlib.sha1(b"blob %d\0" % len(held) + held).hexdigest()
 
@@ -53,7 +54,7 @@ class File:
         return facts
 
     def as_sibling(self) -> dict[str, Any]:
-        """As the repo's info lists it; what is called ``oid`` in the tree is ``sha256`` there."""
+        """Return the file as in the repo's info, where the tree's ``oid`` is called ``sha256``."""
         facts = {"rfilename": self.path, "size": len(self.content), "blobId": self.blob}
         if self.is_large:
             facts["lfs"] = {"sha256": self.sha256, "size": len(self.content), "pointerSize": len(self.pointer)}
@@ -71,7 +72,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    """Commits and the refs that name some of them (``refs/heads/main`` to a sha)."""
+    """Commits and their refs (``refs/heads/main`` to a sha)."""
 
     id: str
     type: str = "model"
@@ -84,7 +85,7 @@ class Repo:
         return self.refs.get("refs/heads/main")
 
     def commit(self, ref: str, files: Mapping[str, bytes | str | None], title: str) -> Commit:
-        """Add one on top of the ref (a new branch begins at the default one); a file that is None is deleted."""
+        """Add a commit on top of the ref (a new branch starts at the default branch); None deletes a file."""
         parent = self.refs.get(ref, self.head)
         kept = dict(self.commits[parent].files) if parent else {}
         for path, content in files.items():
@@ -92,8 +93,8 @@ class Repo:
                 kept.pop(path, None)
             else:
                 kept[path] = File(path, content.encode() if isinstance(content, str) else content)
-        told = [self.id, parent, len(self.commits), title, sorted((file.path, file.etag) for file in kept.values())]
-        sha = hashlib.sha1(repr(told).encode()).hexdigest()
+        identity = [self.id, parent, len(self.commits), title, sorted((file.path, file.etag) for file in kept.values())]
+        sha = hashlib.sha1(repr(identity).encode()).hexdigest()
         self.commits[sha] = Commit(sha, parent, kept, title, datetime.now(UTC))
         self.refs[ref] = sha
         return self.commits[sha]
@@ -113,7 +114,7 @@ class Repo:
         return found
 
     def answer(self, url: str, parts: list[str], query: Mapping[str, str], page: int) -> Answer:
-        """One request of its API; ``parts`` is the path after ``/api/models/{repo}``, ``url`` the whole of it."""
+        """Answer one request of the repo's API; ``parts`` is the path after ``/api/models/{repo}``."""
         with_blobs = query.get("blobs", "").lower() == "true"
         match parts:
             case []:

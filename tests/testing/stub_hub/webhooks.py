@@ -1,7 +1,7 @@
-"""Webhooks of the stub and the seven requests that manage them, with replay besides.
+"""Webhooks of the stub, the seven requests that manage them, and replay.
 
-Source: huggingface_hub 2.4 on the wire. An update sets exactly what it was sent, so that a client that sends an empty
-``watched`` by accident is seen to empty it.
+Source: huggingface_hub 2.4 on the wire. An update replaces exactly the sent fields, so that a test detects a client
+that sends an empty ``watched`` by accident.
 """
 
 import json
@@ -17,7 +17,7 @@ DOMAINS = ("repo", "discussion")
 
 @dataclass
 class Webhook:
-    """One of the user's webhooks; ``disabled`` is a bool, or what the Hub wrote when it suspended it."""
+    """A webhook of the user; ``disabled`` is a bool, or the Hub's reason for a suspension."""
 
     id: str
     watched: list[dict[str, str]]
@@ -40,7 +40,7 @@ class Webhook:
         }
 
     def is_for(self, repo_type: str, repo: str, scope: str) -> bool:
-        """Whether something of this scope in this repo is delivered to it."""
+        """Return whether an event of this scope in this repo is delivered to the webhook."""
         if self.disabled is not False or scope.split(".")[0] not in self.domains:
             return False
         owner = repo.split("/")[0]
@@ -99,33 +99,33 @@ class Webhooks(dict[str, Webhook]):
             raise Refusal(404, f"Webhook {name} not found")
         return self[name]
 
-    def _create(self, wanted: dict[str, Any]) -> Webhook:
+    def _create(self, fields: dict[str, Any]) -> Webhook:
         self._made += 1
-        webhook = Webhook(f"{self._made:024x}", *_checked(wanted))
-        self._fill(webhook, wanted)
+        webhook = Webhook(f"{self._made:024x}", *_checked(fields))
+        self._fill(webhook, fields)
         self[webhook.id] = webhook
         return webhook
 
-    def _update(self, webhook: Webhook, wanted: dict[str, Any]) -> Webhook:
-        webhook.watched, webhook.domains = _checked({"domains": webhook.domains, **wanted})
-        self._fill(webhook, wanted)
+    def _update(self, webhook: Webhook, fields: dict[str, Any]) -> Webhook:
+        webhook.watched, webhook.domains = _checked({"domains": webhook.domains, **fields})
+        self._fill(webhook, fields)
         return webhook
 
-    def _fill(self, webhook: Webhook, wanted: dict[str, Any]) -> None:
-        if "url" in wanted:
-            webhook.url, webhook.job = str(wanted["url"]), None
-        if "jobSourceId" in wanted:
-            command = ["echo", str(wanted["jobSourceId"])]
+    def _fill(self, webhook: Webhook, fields: dict[str, Any]) -> None:
+        if "url" in fields:
+            webhook.url, webhook.job = str(fields["url"]), None
+        if "jobSourceId" in fields:
+            command = ["echo", str(fields["jobSourceId"])]
             webhook.url, webhook.job = None, {"dockerImage": "python:3.12", "command": command, "arguments": []}
-        if webhook.job is not None and "secrets" in wanted:
-            named = {**webhook.job.get("secrets", {}), **wanted["secrets"]}
+        if webhook.job is not None and "secrets" in fields:
+            named = {**webhook.job.get("secrets", {}), **fields["secrets"]}
             webhook.job["secrets"] = {name: value for name, value in named.items() if value}
-        if "secret" in wanted:
-            webhook.secret = wanted["secret"] or None
+        if "secret" in fields:
+            webhook.secret = fields["secret"] or None
 
 
-def _checked(wanted: dict[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
-    watched, domains = wanted.get("watched"), wanted.get("domains", list(DOMAINS))
+def _checked(fields: dict[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
+    watched, domains = fields.get("watched"), fields.get("domains", list(DOMAINS))
     if not isinstance(watched, list) or not all(
         isinstance(item, dict) and item.get("type") in WATCHED and isinstance(item.get("name"), str) for item in watched
     ):

@@ -1,4 +1,4 @@
-"""Small policies of every type: to act, to learn from random batches, and to train on a toy in seconds."""
+"""Small policies of each type for inference, for random batches, and for training on a toy task in seconds."""
 
 import dataclasses
 from functools import partial
@@ -22,8 +22,8 @@ from tests.testing.models import lively_weights, random_stats, small_config
 
 WITH_PREFIX = tuple(kind for kind in trained_types() if get_policy_type(kind).takes_prefix)
 WITH_TEXT = tuple(kind for kind in trained_types() if get_policy_type(kind).read is not None)
-CHUNK, ACTION = 8, 3  # of the policies that act
-LOW, HIGH = np.array([-50, 7, 0], np.float32), np.array([50, 7, 100], np.float32)  # the second joint never moves
+CHUNK, ACTION = 8, 3  # Sizes of the policies for inference.
+LOW, HIGH = np.array([-50, 7, 0], np.float32), np.array([50, 7, 100], np.float32)  # The second joint never moves.
 CAMERA = Feature("observation.images.front", "VISUAL", (3, 32, 32))
 ENVIRONMENT = Feature("observation.environment_state", "ENV", (2,))
 FEATURES: dict[str, Any] = {
@@ -56,17 +56,17 @@ TOYS: dict[str, Any] = {
 _ALL_INPUTS = (*TOY["input_features"], ENVIRONMENT, CAMERA)
 _TEXT = dataclasses.replace(TextConfig(), length=6, width=8, n_heads=2, n_layers=1, hidden=16)
 _WHOLE: dict[str, Any] = {"input_features": _ALL_INPUTS, "n_encoder_layers": 1}
-# Policies with all inputs that their type may read.
+# Policies with all inputs that their type can read.
 WHOLES: dict[str, Any] = {
     "act": small_config(**{**TOY, **_WHOLE, "dim_model": 16}, use_vae=True),
     "diffusion2d": dataclasses.replace(TOYS["diffusion2d"], **_WHOLE, dim_model=16, n_layers=1, text_encoder=_TEXT),
     "tokens2d": dataclasses.replace(TOYS["tokens2d"], **_WHOLE, text_encoder=_TEXT),
 }
-RIGHT = 0.7  # share of the toy's demonstrations that go right
+RIGHT = 0.7  # Share of the toy's demonstrations that go right.
 
 
 def random_weights(config: Any, spread: float = 0.2, seed: int = 0) -> dict[str, np.ndarray]:
-    """None of them zero."""
+    """Return random weights without zeros."""
     if isinstance(config, ActConfig):
         return lively_weights(config, seed)
     draw = np.random.default_rng(seed)
@@ -75,13 +75,13 @@ def random_weights(config: Any, spread: float = 0.2, seed: int = 0) -> dict[str,
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """A model with no weight at zero."""
+    """Return a model without zero weights."""
     weights = random_weights(config, seed=seed)
     return model_blueprint(config).assemble(jax.device_put(dict(weights)))
 
 
 def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:
-    """A policy whose answers are spread over the range of its data."""
+    """Return a policy whose actions are spread over the range of its data."""
     numbers = random_stats((*config.input_features, *config.output_features))
     unit = {"min": -2, "max": 2, "mean": 0, "std": 1}
     numbers["observation.state"] = {name: np.full(4, value, np.float32) for name, value in unit.items()}
@@ -101,7 +101,7 @@ def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:
 
 
 def observe(config: Any, batch: int = 3, seed: int = 1) -> dict[str, np.ndarray]:
-    """What a robot sends, without pictures."""
+    """Return a robot's observation without pictures."""
     draw = np.random.default_rng(seed)
     return {
         feature.name: draw.uniform(-2, 2, (batch, *feature.shape)).astype(np.float32)
@@ -111,7 +111,7 @@ def observe(config: Any, batch: int = 3, seed: int = 1) -> dict[str, np.ndarray]
 
 
 def plan(delay: list[int], length: list[int], seed: int = 2) -> dict[str, np.ndarray]:
-    """A plan as sessions send it: in units of the robot, filled up with zeros."""
+    """Return a plan as sessions send it: in units of the robot, padded with zeros."""
     actions = np.random.default_rng(seed).uniform(LOW, HIGH, (len(delay), CHUNK, ACTION))
     actions[np.arange(CHUNK)[None] >= np.array(length)[:, None]] = 0
     return {
@@ -122,7 +122,7 @@ def plan(delay: list[int], length: list[int], seed: int = 2) -> dict[str, np.nda
 
 
 def random_batch(config: Any, size: int, seed: int = 0) -> tuple[Observation, jax.Array, jax.Array]:
-    """Normalised observations, actions, and which of those are padded, from none to all but one."""
+    """Return normalised observations, actions, and a mask of padded actions, from none to all but one."""
     draw = np.random.default_rng(seed)
 
     def array(*shape: int) -> jax.Array:
@@ -138,7 +138,7 @@ def random_batch(config: Any, size: int, seed: int = 0) -> tuple[Observation, ja
 
 
 def _demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
-    """Chunks that go left or right, and never between; their second joint repeats the state."""
+    """Return chunks that go left or right, never between; their second joint repeats the state."""
     where, way = jax.random.split(key)
     state = jax.random.uniform(where, (size, 1), minval=-1, maxval=1)
     side = jnp.where(jax.random.bernoulli(way, RIGHT, (size, 1, 1)), 0.8, -0.8)
@@ -148,7 +148,7 @@ def _demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def train_toy(config: Any, steps: int, rate: float) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Weights after some seconds of training, and the losses."""
+    """Return the weights after some seconds of training, and the losses."""
     model = get_policy_type(config.type).model
     shapes = model_blueprint(config).shapes
     graph, first = nnx.split(model(config, rngs=nnx.Rngs(0)))
@@ -171,7 +171,7 @@ def train_toy(config: Any, steps: int, rate: float) -> tuple[dict[str, jax.Array
 
 
 def side_plan() -> np.ndarray:
-    """Toy chunks that go right, left, right, left."""
+    """Return toy chunks that go right, left, right, left."""
     actions = np.full((4, TOY_CHUNK, TOY_ACTION), 0.3, np.float32)
     actions[..., 0] = np.array([0.8, -0.8, 0.8, -0.8], np.float32)[:, None]
     return actions

@@ -20,7 +20,7 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / name / "config.json").read_text())
 
 
-def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
+def test_cameras_have_the_order_of_the_file() -> None:
     values = read("act_two_cameras_no_vae")
     cameras = [camera.name for camera in ActConfig.from_json(values).cameras]
     values["input_features"] = dict(reversed(values["input_features"].items()))
@@ -46,7 +46,7 @@ def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
         ({"input_features": (Feature("observation.env", "ENV", (3,)),)}, "observation.environment_state"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes, words) -> None:
+def test_invalid_config_is_refused_with_the_reason(small, changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         dataclasses.replace(small(cameras=("front",)), **changes)
 
@@ -63,7 +63,7 @@ def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes,
         ({"output_features": {"action": {**ACTION, "names": ["a", "b"]}}}, "2 names for 6 numbers"),
     ],
 )
-def test_a_malformed_file_is_refused_with_the_field(changes, words) -> None:
+def test_malformed_file_is_refused_with_the_field(changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         ActConfig.from_json({**read("act_one_camera"), **changes})
 
@@ -73,10 +73,10 @@ def test_pretrained_revision_is_read_and_written() -> None:
     config = ActConfig.from_json({**values, "pretrained_revision": "main"})
     assert config.to_json()["pretrained_revision"] == "main"
     unset = ActConfig.from_json({**values, "pretrained_revision": None})
-    assert "pretrained_revision" not in unset.to_json()  # LeRobot 0.4.4 does not know the field.
+    assert "pretrained_revision" not in unset.to_json()  # LeRobot 0.4.4 lacks the field.
 
 
-def test_the_folder_is_the_registry() -> None:
+def test_folder_is_the_registry_of_types() -> None:
     assert "act" in policy_types()
     for name in policy_types():
         assert get_policy_type(name).config is not None

@@ -1,4 +1,4 @@
-"""ACT as a module: its loss, and that the serving program computes what was trained."""
+"""ACT as a module: its loss, and equality of the serving program with the trained model."""
 
 import dataclasses
 
@@ -65,7 +65,7 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, mon
     plan = blueprint_of(Act, config)
     weights = jax.device_put(dict(checkpoint.weights))
     wanted = jax.jit(lambda weights, seen: plan.assemble(weights)(seen))(weights, observation)
-    for platform in ("cpu", "gpu"):  # the folding for either; both run here
+    for platform in ("cpu", "gpu"):  # Both kinds of folding run here.
         folded = jax.device_put(dict(fold(config, checkpoint.weights, platform)))
         assert not any(key.startswith("latent_encoder") for key in folded)
         if platform == "gpu" and name != "resnet18":
@@ -77,13 +77,13 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, mon
 @pytest.mark.parametrize(
     ("backbone", "size"), [("small_cnn", (50, 33)), ("resnet18", (75, 101)), ("resnet50", (64, 96))]
 )
-def test_the_feature_map_has_the_size_that_folding_expects(small, backbone, size) -> None:
+def test_feature_map_has_the_size_that_folding_expects(small, backbone, size) -> None:
     config = resized(small(cameras=("a",), vision_backbone=backbone), size)
     shape = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)).backbone(jnp.zeros((1, *size, 3)))).shape
     assert shape[1:3] == measure_feature_map(backbone, size)
 
 
-def test_statistics_of_batch_norm_are_no_parameters(small) -> None:
+def test_batch_norm_statistics_are_not_parameters(small) -> None:
     names = blueprint_of(Act, small(cameras=("a",), vision_backbone="resnet18", use_vae=True)).learned
     assert not [name for name in names if "norm" in name and "backbone" in name]
     assert "latent_encoder.positions" not in names

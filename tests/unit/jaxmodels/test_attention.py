@@ -1,4 +1,4 @@
-"""One attention, whichever way it is computed, against the formula in float64."""
+"""Each path of the attention, compared with the formula in float64."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +19,7 @@ SHAPES = {
     "head by head": (2, 300, 256, 2, 8),
     "many heads in one product": (3, 300, 256, 6, 4),
     "in a loop over heads": (3, 1000, 256, 6, 4),
-    "in loops over blocks": (2, 1003, 1100, 2, 8),  # 3 of 335, so the last is not full
+    "in loops over blocks": (2, 1003, 1100, 2, 8),  # 3 blocks of 335, the last of them partial.
 }
 # Axes of the bias: batch, heads, queries.
 BIASES = {"keys": (False,) * 3, "batch": (True, False, False), "heads": (False, True, True), "all": (True,) * 3}
@@ -54,7 +54,7 @@ def formula(q: Array, k: Array, v: Array, bias: Array | None = None) -> np.ndarr
 
 @cache
 def formula_of(shape: tuple[int, ...]) -> np.ndarray:
-    """Return the formula of the inputs of a shape, which several tests compare with."""
+    """Return the formula for the inputs of a shape, which several tests compare with."""
     return formula(*inputs(*shape))
 
 
@@ -67,25 +67,25 @@ def plain(q: Array, k: Array, v: Array) -> Array:
 def test_attention_is_softmax_of_scaled_products(shape: tuple[int, ...]) -> None:
     q, k, v = inputs(*shape)
     np.testing.assert_allclose(jax.jit(attend)(q, k, v), formula_of(shape), atol=2e-6)
-    # Scores are as large as above, because rounding errors grow with them.
+    # The scores are as large as above, because rounding errors grow with them.
     scaled = q / np.float32(np.sqrt(shape[-1]))
     np.testing.assert_allclose(attend(scaled, k, v, scale=1.0), formula_of(shape), atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", BIASES)
-def test_a_bias_is_added_to_the_scores_it_has_a_number_for(shape: tuple[int, ...], name: str) -> None:
+def test_bias_is_added_to_its_scores(shape: tuple[int, ...], name: str) -> None:
     q, k, v = inputs(*shape)
     bias = bias_for(name, *shape[:4])
     np.testing.assert_allclose(jax.jit(attend)(q, k, v, bias), formula(q, k, v, bias), atol=3e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_discarded_keys_are_not_seen_unless_all_are_discarded(shape: tuple[int, ...]) -> None:
+def test_masked_keys_have_no_effect_unless_all_are_masked(shape: tuple[int, ...]) -> None:
     q, k, v = inputs(*shape)
     bias = jnp.where(jnp.arange(shape[2]) < shape[2] - 2, 0.0, -jnp.inf)[None, None, None]
     np.testing.assert_allclose(attend(q, k, v, bias), attend(q, k[:, :-2], v[:, :-2]), atol=1e-6)
-    # Numbers near -10000 lie a thousandth apart.
+    # Floats near -10000 are a thousandth apart.
     bias = jnp.full((shape[0], 1, 1, shape[2]), -10000.0)
     np.testing.assert_allclose(attend(q, k, v, bias), formula_of(shape), atol=1e-3)
 
@@ -118,25 +118,25 @@ def test_no_gradient_flows_to_a_bias() -> None:
 
 
 @pytest.mark.parametrize("way", ["forwards", "backwards"])
-def test_scores_of_a_stable_diffusion_block_are_never_in_memory_at_once(way: str) -> None:
+def test_scores_of_a_stable_diffusion_block_are_never_all_in_memory(way: str) -> None:
     token = jax.ShapeDtypeStruct((2, 4096, 8, 40), jnp.float32)
     function = attend if way == "forwards" else jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))
     memory = jax.jit(function).lower(token, token, token).compile().memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < 100e6  # all scores are 1.07 GB, inputs and outputs 21 MB
+    assert memory.temp_size_in_bytes < 100e6  # All scores take 1.07 GB, inputs and outputs 21 MB.
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_bfloat16_is_rounded_only_where_it_comes_in_and_goes_out(shape: tuple[int, ...]) -> None:
+def test_bfloat16_is_rounded_only_at_input_and_output(shape: tuple[int, ...]) -> None:
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs(*shape))
     bias = bias_for("batch", *shape[:4]).astype(jnp.bfloat16)
     found = attend(q, k, v, bias)
     assert found.dtype == jnp.bfloat16
-    # Half a unit of the last of 8 bits, twice for the probabilities that the second product reads.
+    # Half a unit in the last of 8 bits, twice for the probabilities that the second product reads.
     np.testing.assert_allclose(np.asarray(found, np.float64), formula(q, k, v, bias), atol=2e-2)
 
 
-def test_a_sum_over_thousands_of_keys_keeps_its_digits_in_bfloat16() -> None:
+def test_sum_over_thousands_of_keys_is_exact_in_bfloat16() -> None:
     # Added one by one in bfloat16, ones would stop at 256.
     q, k, v = jnp.zeros((1, 40, 1, 8)), jnp.zeros((1, 4000, 1, 8)), jnp.ones((1, 4000, 1, 8))
     found = attend(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
@@ -144,7 +144,7 @@ def test_a_sum_over_thousands_of_keys_keeps_its_digits_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES["in one product"], SHAPES["in loops over blocks"]], ids=str)
-def test_dropout_leaves_probabilities_out_and_keeps_their_sum_on_average(shape: tuple[int, ...]) -> None:
+def test_dropout_removes_probabilities_and_keeps_the_mean_sum(shape: tuple[int, ...]) -> None:
     q, k, _ = inputs(*shape)
     ones = jnp.ones_like(k)
     dropped = attend(q, k, ones, rate=0.25, rngs=nnx.Rngs(dropout=0))
@@ -155,7 +155,7 @@ def test_dropout_leaves_probabilities_out_and_keeps_their_sum_on_average(shape: 
 
 
 @pytest.mark.parametrize("name", BIASES)
-def test_attention_in_parts_is_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_parts_equals_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(2, 11, 7, 3, 4)
     bias = bias_for(name, 2, 11, 7, 3)
     monkeypatch.setattr(attention, "WHOLE_SCORES", 100)
@@ -164,7 +164,7 @@ def test_attention_in_parts_is_the_whole_one(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_shapes_of_these_tests_reach_the_ways_they_are_named_for(shape: tuple[int, ...]) -> None:
+def test_shapes_of_these_tests_reach_their_code_paths(shape: tuple[int, ...]) -> None:
     name = next(name for name, other in SHAPES.items() if other == shape)
     program = str(jax.make_jaxpr(lambda q, k, v: attention.attend_blocked(q, k, v, None))(*inputs(*shape)))
     blocks = 4 if name == "head by head" else int("loop" in name)

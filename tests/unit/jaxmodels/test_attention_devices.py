@@ -24,7 +24,7 @@ def has_gpu() -> bool:
 def lowered(
     platform: str, shape: tuple[int, ...], dtype: jnp.dtype, bias: tuple[int, ...] | None = None, *, backwards: bool
 ) -> str:
-    """The program for a platform, of attention or of its gradient, as text."""
+    """Return the lowered program of attention, or of its gradient, for a platform as text."""
     tokens = jax.ShapeDtypeStruct(shape, dtype)
     added = None if bias is None else jax.ShapeDtypeStruct(bias, dtype)
 
@@ -37,13 +37,13 @@ def lowered(
 
 @pytest.fixture
 def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a version of cuDNN where the library is missing, which is enough to lower programs."""
+    """Set a cuDNN version where the library is missing, which is sufficient to lower programs."""
     if not has_gpu():
         version = SimpleNamespace(cudnn_get_version=lambda: 91000)
         monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", version)
 
 
-def test_long_sequences_get_the_flash_kernel_on_a_tpu_alone() -> None:
+def test_only_tpus_use_the_flash_kernel_for_long_sequences() -> None:
     for backwards in (False, True):
         assert "tpu_custom_call" in lowered("tpu", LONG, jnp.float32.dtype, backwards=backwards)
         assert "tpu_custom_call" not in lowered("cpu", LONG, jnp.float32.dtype, backwards=backwards)
@@ -53,8 +53,8 @@ def test_long_sequences_get_the_flash_kernel_on_a_tpu_alone() -> None:
         assert "dot_general" in text
 
 
-def test_the_flash_kernel_computes_attention() -> None:
-    size, lengths = 40, (1024, 1280, 1280)  # in blocks of 512 queries and 256 keys
+def test_flash_kernel_computes_attention() -> None:
+    size, lengths = 40, (1024, 1280, 1280)  # Blocks have 512 queries and 256 keys.
     q, k, v = (jax.random.normal(jax.random.key(seed), (1, n, 1, size)) for seed, n in enumerate(lengths))
     assert attention.is_flash_supported(q, k, None)
 
@@ -73,7 +73,7 @@ def test_the_flash_kernel_computes_attention() -> None:
 
 @pytest.mark.usefixtures("with_cudnn")
 @pytest.mark.parametrize("bias", [None, (2, 1, 1, 64), (1, 8, 64, 64)], ids=str)
-def test_half_precision_gets_cudnn_on_a_gpu_and_products_elsewhere(bias: tuple[int, ...] | None) -> None:
+def test_half_precision_uses_cudnn_only_on_a_gpu(bias: tuple[int, ...] | None) -> None:
     shape, kind = (2, 64, 8, 40), "__cudnn$fmhaSoftmax" if bias is None else "__cudnn$fmhaScaleBiasSoftmax"
     assert kind in lowered("cuda", shape, jnp.bfloat16.dtype, bias, backwards=False)
     assert f"{kind}Backward" in lowered("cuda", shape, jnp.bfloat16.dtype, bias, backwards=True)
@@ -92,16 +92,16 @@ def test_half_precision_gets_cudnn_on_a_gpu_and_products_elsewhere(bias: tuple[i
     ],
     ids=["float32", "head size no multiple of 8", "head size too large", "bias over an odd length"],
 )
-def test_what_cudnn_does_not_compute_is_left_to_products(
+def test_cases_without_cudnn_support_use_products(
     dtype: type, shape: tuple[int, ...], bias: tuple[int, ...] | None
 ) -> None:
     for backwards in (False, True):
         assert "cudnn" not in lowered("cuda", shape, jnp.dtype(dtype), bias, backwards=backwards)
 
 
-@pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
-def test_without_cudnn_nothing_is_left_to_it() -> None:
-    tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # A shape of its own, because JAX caches traces.
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
+def test_missing_cudnn_is_not_used() -> None:
+    tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # A unique shape, because JAX caches traces.
     assert not attention.is_cudnn_supported(tokens, tokens, None)
     assert "cudnn" not in lowered("cuda", tokens.shape, tokens.dtype, backwards=False)
 

@@ -1,4 +1,4 @@
-"""Folders of caches, by the environment and the request."""
+"""Folders of caches, selected by the environment and the request."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from jaxmodels.cache_dirs import OFF, cache_folder, user_cache
 
 
 @pytest.mark.parametrize(
-    ("variable", "asked", "cache", "wanted"),
+    ("variable", "requested", "cache", "expected"),
     [
         (None, None, "/h/.cache", "/h/.cache/robojax/xla"),
         ("", None, "/h/.cache", "/h/.cache/robojax/xla"),
@@ -18,15 +18,15 @@ from jaxmodels.cache_dirs import OFF, cache_folder, user_cache
         (None, "~/c", "/h/.cache", "/h/c"),
     ],
 )
-def test_a_cache_is_in_the_requested_or_the_users_folder(monkeypatch, variable, asked, cache, wanted) -> None:
+def test_cache_is_in_the_requested_folder_or_the_users_cache(monkeypatch, variable, requested, cache, expected) -> None:
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if variable is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
     assert user_cache() == Path(cache)
-    assert cache_folder("xla", *([] if asked is None else [asked])) == Path(wanted)
+    assert cache_folder("xla", *([] if requested is None else [requested])) == Path(expected)
 
 
 @pytest.mark.parametrize("word", [*OFF, "Off"])
-def test_none_is_used_where_none_is_wanted(word: str) -> None:
+def test_cache_can_be_switched_off(word: str) -> None:
     assert cache_folder("xla", word) is None

@@ -33,7 +33,7 @@ def tensors_of(name: str) -> Tensors:
 
 @pytest.fixture(scope="module")
 def resnet18() -> Tensors:
-    """A ResNet-18 as torchvision's state dict has it: with its classifier, and counters of its batch norms."""
+    """Return a ResNet-18 as in torchvision's state dict, with its classifier and batch norm counters."""
     return tensors_of("resnet18")
 
 
@@ -48,7 +48,7 @@ def file_of(tmp_path: Path) -> Callable[[Mapping[str, np.ndarray]], Path]:
 
 @pytest.fixture
 def timm_folder(resnet18: Tensors, tmp_path: Path) -> Callable[..., Path]:
-    """A folder as timm's repos are."""
+    """Return a function that writes a folder like timm's repos."""
 
     def make(**changes: Any) -> Path:
         folder = tmp_path / "timm"
@@ -61,7 +61,7 @@ def timm_folder(resnet18: Tensors, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_features_are_those_of_torchvision(name: str, tmp_path: Path) -> None:
+def test_features_equal_torchvision(name: str, tmp_path: Path) -> None:
     save_file(tensors_of(name), tmp_path / "weights.safetensors")
     plan = blueprint(lambda rngs: ResNet(name, rngs=rngs))
     weights = jax.device_put(dict(read_backbone(tmp_path, name).weights))
@@ -74,7 +74,7 @@ def test_features_are_those_of_torchvision(name: str, tmp_path: Path) -> None:
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
-def test_normalisation_comes_from_a_folder_of_timm_alone(resnet18: Tensors, file_of, timm_folder) -> None:
+def test_normalisation_is_read_only_from_a_folder_of_timm(resnet18: Tensors, file_of, timm_folder) -> None:
     found = read_backbone(file_of(resnet18), "resnet18")
     assert (found.architecture, found.mean, found.std) == ("resnet18", None, None)
     assert len(found.weights) == len([key for key in resnet18 if not key.startswith("fc.") and COUNTER not in key])
@@ -91,7 +91,7 @@ def test_half_precision_is_read_as_float32(resnet18: Tensors, file_of) -> None:
     np.testing.assert_array_equal(found.weights["stem.kernel"], stem)
 
 
-def test_another_architecture_or_a_nan_is_refused(resnet18: Tensors, file_of, timm_folder) -> None:
+def test_other_architecture_or_a_nan_is_refused(resnet18: Tensors, file_of, timm_folder) -> None:
     broken = {**resnet18, "bn1.bias": np.full(64, np.nan, np.float32)}
     with pytest.raises(CheckpointError, match=r"a NaN or an infinity in stem_norm\.bias"):
         read_backbone(file_of(broken), "resnet18")
@@ -102,23 +102,23 @@ def test_another_architecture_or_a_nan_is_refused(resnet18: Tensors, file_of, ti
 
 
 @pytest.mark.parametrize("wrong", [{"mean": [0.5, 0.5]}, {"std": [0.2, 0.2, 0]}, {"mean": ["0", "0", "0"]}])
-def test_a_normalisation_that_makes_no_sense_is_refused(timm_folder, wrong: dict[str, Any]) -> None:
+def test_invalid_normalisation_is_refused(timm_folder, wrong: dict[str, Any]) -> None:
     folder = timm_folder(pretrained_cfg={**TIMM["pretrained_cfg"], **wrong})
     with pytest.raises(CheckpointError, match=r"config\.json: mean and std are .* wanted three numbers each"):
         read_backbone(folder, "resnet18")
 
 
-def test_what_torchvision_would_download_is_explained() -> None:
-    with pytest.raises(ConfigError) as told:
+def test_weight_names_of_torchvision_are_explained() -> None:
+    with pytest.raises(ConfigError) as raised:
         read_backbone("ResNet18_Weights.IMAGENET1K_V1", "resnet18")
     for part in ("timm/resnet18.tv_in1k", "safetensors.torch.save_file", "torchvision.models.resnet18"):
-        assert part in str(told.value)
-    with pytest.raises(ConfigError) as told:
+        assert part in str(raised.value)
+    with pytest.raises(ConfigError) as raised:
         read_backbone("ResNet50_Weights.DEFAULT", "resnet50")
-    assert "timm" not in str(told.value), "DEFAULT names no repo of timm"
+    assert "timm" not in str(raised.value), "DEFAULT is not a repo of timm"
 
 
-def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+def test_pickle_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "resnet18.pth").write_bytes(b"cos\nsystem\n")
     with pytest.raises(CheckpointError, match=r"never opened; where torch is: .*'resnet18\.safetensors'"):
         read_backbone(tmp_path / "resnet18.pth", "resnet18")
@@ -126,7 +126,7 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
         read_backbone(tmp_path, "resnet18")
 
 
-def test_a_file_that_is_not_there_is_no_repo(tmp_path: Path) -> None:
+def test_missing_file_is_not_taken_for_a_repo(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
         read_backbone("weights/resnet18.safetensors", "resnet18")
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
@@ -135,20 +135,20 @@ def test_a_file_that_is_not_there_is_no_repo(tmp_path: Path) -> None:
         read_backbone("timm/resnet18.a1_in1k", "small_cnn")
 
 
-def test_a_repo_of_the_hub_is_fetched(timm_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backbone_is_fetched_from_the_hub(timm_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name: path.read_bytes() for path in timm_folder().iterdir()}
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     with StubHub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.push("timm/resnet18.tv_in1k", {**files, "pytorch_model.bin": b"cos\nsystem\n"})
-        told: list[str] = []
-        found = read_backbone("timm/resnet18.tv_in1k", "resnet18", on_progress=told.append)
+        raised: list[str] = []
+        found = read_backbone("timm/resnet18.tv_in1k", "resnet18", on_progress=raised.append)
         assert not [request for request in hub.requests if "pytorch_model" in request.path]
     assert found.mean == (0.485, 0.456, 0.406)
-    assert told
+    assert raised
 
 
-def test_it_takes_the_place_of_a_policys_backbone(resnet18: Tensors, file_of, small) -> None:
+def test_backbone_replaces_the_backbone_of_a_policy(resnet18: Tensors, file_of, small) -> None:
     found = read_backbone(file_of(resnet18), "resnet18")
     shapes = blueprint(lambda rngs: Act(small(cameras=("front",), vision_backbone="resnet18"), rngs=rngs)).shapes
     drawn = {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""diffusers' folders of a 2D transformer: round trips, shards, variants and refusals."""
+"""Folders of diffusers' 2D transformers: round trips, shards, variants and refusals."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 SMALL = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, sample_size=4)
-# Norms, contexts and biases of blocks that the recorded models do not have.
+# Norms, contexts and biases that the recorded models lack.
 OTHERS = {
     "gated": dataclasses.replace(SMALL, attention_type="gated"),
     "only cross": dataclasses.replace(SMALL, only_cross_attention=True, attention_bias=True),
@@ -50,7 +50,7 @@ def random_weights(config: Transformer2DConfig, dtype: Any = np.float32, seed: i
 
 
 def random_tensors(config: Transformer2DConfig) -> dict[str, np.ndarray]:
-    """Return tensors by diffusers' names, in its layouts."""
+    """Return tensors with diffusers' names and layouts."""
     rng = np.random.default_rng(0)
     return {place.theirs: rng.standard_normal(place.shape, np.float32) for place in tensor_names(config)}
 
@@ -63,10 +63,10 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     return {name: tensor.read() for name, tensor in find_floats(path).items()}
 
 
-def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
-    return found.keys() == wanted.keys() and all(
+def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
+    return found.keys() == expected.keys() and all(
         (found[name].dtype, found[name].shape, found[name].tobytes()) == (array.dtype, array.shape, array.tobytes())
-        for name, array in wanted.items()
+        for name, array in expected.items()
     )
 
 
@@ -89,7 +89,7 @@ def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> No
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
-def test_what_is_written_is_bit_for_bit_what_was_read(name: str, tmp_path: Path) -> None:
+def test_round_trip_is_bit_exact(name: str, tmp_path: Path) -> None:
     config, tensors = config_of(name), random_tensors(config_of(name))
     shapes = blueprint(lambda rngs: Transformer2DModel.from_config(config, rngs=rngs)).shapes
     assert {place.ours: place.whole for place in tensor_names(config)} == {key: x.shape for key, x in shapes.items()}
@@ -103,7 +103,7 @@ def test_what_is_written_is_bit_for_bit_what_was_read(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_the_dtype_of_the_files_is_kept_or_changed_on_the_way(folder: Path, dtype) -> None:
+def test_dtype_of_the_files_is_kept_or_converted(folder: Path, dtype) -> None:
     weights = {name: array.astype(dtype) for name, array in random_weights(SMALL).items()}
     diffusers_folder.write(folder, SMALL, weights)
     assert same(diffusers_folder.read(folder)[1], weights)
@@ -111,7 +111,7 @@ def test_the_dtype_of_the_files_is_kept_or_changed_on_the_way(folder: Path, dtyp
     assert same(diffusers_folder.read(folder, dtype=np.float32)[1], wide)
     halves = {name: array.astype(np.float16) for name, array in wide.items()}
     assert same(diffusers_folder.read(folder, dtype=np.float16)[1], halves)
-    # JAX takes aligned arrays without a copy.
+    # JAX uses aligned arrays without a copy.
     assert {array.ctypes.data % 64 for array in diffusers_folder.read(folder)[1].values()} == {0}
 
 
@@ -124,7 +124,7 @@ def test_layers_of_different_dtypes_become_float32(folder: Path) -> None:
     assert {array.dtype for array in diffusers_folder.read(folder)[1].values()} == {np.dtype(np.float32)}
 
 
-def test_fixed_positions_that_older_files_keep_are_left_alone(tmp_path: Path) -> None:
+def test_fixed_positions_of_older_files_are_ignored(tmp_path: Path) -> None:
     config = config_of("patches_dit")
     diffusers_folder.write(tmp_path / "model", config, random_weights(config))
     positions = {"pos_embed.pos_embed": np.zeros((1, 64, 64), np.float32)}
@@ -132,7 +132,7 @@ def test_fixed_positions_that_older_files_keep_are_left_alone(tmp_path: Path) ->
     assert "pos_embed.proj.kernel" in diffusers_folder.read(tmp_path / "model")[1]
 
 
-def test_weights_that_are_not_finite_in_their_dtype_are_refused_by_name(folder: Path) -> None:
+def test_non_finite_weights_are_refused_by_name(folder: Path) -> None:
     spoil(folder, lambda tensors: tensors["norm.bias"].__setitem__(0, 1e5))
     with pytest.raises(CheckpointError, match=r"\(as float16\): norm\.bias"):
         diffusers_folder.read(folder, dtype=np.float16)
@@ -144,7 +144,7 @@ def test_weights_that_are_not_finite_in_their_dtype_are_refused_by_name(folder: 
             diffusers_folder.read(folder)
 
 
-def test_a_large_model_is_split_into_shards_with_an_index(sharded: Path) -> None:
+def test_large_model_is_split_into_shards_with_an_index(sharded: Path) -> None:
     weights = random_weights(SMALL)
     files = sorted(path.name for path in sharded.iterdir())
     count = len(files) - 2
@@ -159,7 +159,7 @@ def test_a_large_model_is_split_into_shards_with_an_index(sharded: Path) -> None
 
 
 @pytest.mark.parametrize("limit", [None, 10_000])
-def test_a_variant_is_a_file_of_its_own_beside_the_others(folder: Path, limit: int | None) -> None:
+def test_variant_is_a_separate_file(folder: Path, limit: int | None) -> None:
     plain = diffusers_folder.read(folder)[1]
     half = random_weights(SMALL, np.float16)
     diffusers_folder.write(folder, SMALL, half, variant="fp16", max_shard_bytes=limit)
@@ -169,7 +169,7 @@ def test_a_variant_is_a_file_of_its_own_beside_the_others(folder: Path, limit: i
     assert (folder / name).exists()
 
 
-def test_shards_as_older_diffusers_named_them_are_read(sharded: Path) -> None:
+def test_shards_with_older_names_are_read(sharded: Path) -> None:
     text = (sharded / INDEX).read_text()
     (sharded / INDEX).unlink()
     for path in sharded.glob("*.safetensors"):
@@ -179,7 +179,7 @@ def test_shards_as_older_diffusers_named_them_are_read(sharded: Path) -> None:
     assert same(diffusers_folder.read(sharded, variant="fp16")[1], random_weights(SMALL))
 
 
-def test_a_variant_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
+def test_missing_variant_is_refused_with_the_existing_variants(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no diffusion_pytorch_model\.bf16\.safetensors; leave variant out"):
         diffusers_folder.read(folder, variant="bf16")
     (folder / WEIGHTS).rename(folder / "diffusion_pytorch_model.fp16.safetensors")
@@ -192,14 +192,14 @@ def test_a_variant_that_is_not_there_is_refused_with_those_that_are(folder: Path
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", "..", ".x.safetensors", 3, None]
 )
-def test_an_index_cannot_lead_out_of_its_folder(sharded: Path, name) -> None:
+def test_index_cannot_leave_its_folder(sharded: Path, name) -> None:
     edit_json(sharded / INDEX, lambda index: index["weight_map"].update({"norm.bias": name}))
     with pytest.raises(CheckpointError, match=r"index\.json: weight_map names .*wanted plain names"):
         diffusers_folder.read(sharded)
 
 
 @pytest.mark.parametrize(("before", "after"), [(10_000, None), (None, 10_000), (10_000, 20_000)])
-def test_writing_over_a_model_leaves_nothing_of_the_old_one(tmp_path: Path, before, after) -> None:
+def test_overwriting_a_model_removes_the_old_files(tmp_path: Path, before, after) -> None:
     old, new = random_weights(SMALL, seed=1), random_weights(SMALL, seed=2)
     diffusers_folder.write(tmp_path / "model", SMALL, old, max_shard_bytes=before)
     (tmp_path / "model" / "README.md").write_text("kept")
@@ -211,9 +211,9 @@ def test_writing_over_a_model_leaves_nothing_of_the_old_one(tmp_path: Path, befo
     assert {path.name for path in tmp_path.iterdir()} == {"model", "other"}
 
 
-def test_a_model_that_cannot_be_written_whole_leaves_the_old_one(folder: Path, tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_model(folder: Path, tmp_path: Path) -> None:
     class Broken:
-        """An array whose transfer from its device fails."""
+        """Array whose transfer from its device fails."""
 
         shape, dtype = random_weights(SMALL)["proj_out.bias"].shape, np.dtype(np.float32)
 
@@ -282,7 +282,7 @@ def test_invalid_configs_are_refused(folder: Path, changes: dict[str, Any], word
         diffusers_folder.read(folder)
 
 
-def test_weights_that_do_not_fit_into_memory_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_exceed_memory_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(array.nbytes for array in random_weights(SMALL).values())
     monkeypatch.setattr(memory, "SPARE", 0)
     monkeypatch.setattr(memory, "get_free_host_memory", lambda: size)
@@ -293,7 +293,7 @@ def test_weights_that_do_not_fit_into_memory_are_not_read(folder: Path, monkeypa
             diffusers_folder.read(folder, dtype=dtype)
 
 
-def test_configs_of_the_split_classes_have_their_own_defaults() -> None:
+def test_configs_of_the_split_classes_have_separate_defaults() -> None:
     dit = read_model_config({"_class_name": "DiTTransformer2DModel", "sample_size": 128, "cross_attention_dim": 7})
     assert (dit.inner_dim, dit.num_layers, dit.outputs, dit.norm_eps) == (1152, 28, 4, 1e-5)
     assert (dit.position_scale, dit.cross_attention_dim, dit.attention_bias) == (1, None, True)
@@ -310,7 +310,7 @@ def test_configs_of_the_split_classes_have_their_own_defaults() -> None:
         read_model_config({"_class_name": "PixArtTransformer2DModel", "norm_type": "layer_norm"})
 
 
-def test_the_published_models_have_the_tensors_that_were_published() -> None:
+def test_published_models_have_their_published_tensors() -> None:
     ithq = {"attention_bias": True, "activation_fn": "geglu-approximate", "num_embeds_ada_norm": 100, "num_layers": 36}
     ithq |= {"cross_attention_dim": 512, "num_vector_embeds": 4097, "sample_size": 32}
     dit = {"_class_name": "DiTTransformer2DModel", "out_channels": 8}

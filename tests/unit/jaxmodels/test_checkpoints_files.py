@@ -38,7 +38,7 @@ from jaxmodels.checkpoints.folder import PolicyFolder
 from jaxmodels.errors import CheckpointError, HubError, WeightsMismatch
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 
-# Orbax reports the second of two unreadable arrays to an event loop that the first has closed.
+# Orbax reports the second of two unreadable arrays to an event loop that the first error has closed.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
 
@@ -56,7 +56,7 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+def test_tensors_survive_a_round_trip(tmp_path: Path) -> None:
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "b": np.float16([1, 2]), "c": np.zeros((0, 3))}
     write_safetensors(tmp_path / "x.safetensors", tensors)
     back = read_floats(tmp_path / "x.safetensors")
@@ -65,7 +65,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     }
 
 
-def test_a_header_has_a_size_and_a_number_of_tensors(tmp_path: Path) -> None:
+def test_header_size_and_number_of_tensors_are_limited(tmp_path: Path) -> None:
     path = with_header(tmp_path / "x.safetensors", b"{}", length=HEADER_LIMIT + 1)
     with pytest.raises(CheckpointError, match=rf"claims {HEADER_LIMIT + 1} bytes"):
         read_floats(path)
@@ -85,14 +85,14 @@ def test_a_header_has_a_size_and_a_number_of_tensors(tmp_path: Path) -> None:
         *(b"[]", b"{", b"[" * 100_000, b"\xff\xfe"),
     ],
 )
-def test_a_wrong_header_is_refused(tmp_path: Path, header: dict | bytes) -> None:
+def test_invalid_header_is_refused(tmp_path: Path, header: dict | bytes) -> None:
     raw, data = (header, b"") if isinstance(header, bytes) else (json.dumps(header).encode(), b"1234")
     with pytest.raises(CheckpointError, match=r"x\.safetensors"):
         read_floats(with_header(tmp_path / "x.safetensors", raw, data))
 
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", b"\x80\x04cos\nsystem\n", None])
-def test_a_file_of_another_format_is_refused(tmp_path: Path, raw: bytes | None) -> None:
+def test_file_of_another_format_is_refused(tmp_path: Path, raw: bytes | None) -> None:
     if raw is not None:
         (tmp_path / "x.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: cannot be read" if raw is None else r"x\.safetensors"):
@@ -100,14 +100,14 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, raw: bytes | None) 
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+def test_random_bytes_raise_only_checkpoint_errors(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
     path.write_bytes(raw)
     with contextlib.suppress(CheckpointError):
         read_floats(path)
 
 
-def test_tensors_that_are_not_numbers_with_a_point_are_listed(tmp_path: Path) -> None:
+def test_tensors_that_are_not_floats_are_listed(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", {"a": np.zeros(1, np.int64), "b": np.zeros(2, bool)})
     with pytest.raises(CheckpointError, match=r"a \(I64\), b \(BOOL\)"):
         read_floats(tmp_path / "x.safetensors")
@@ -141,7 +141,7 @@ def test_orbax_restores_any_tree_with_its_classes(tmp_path: Path) -> None:
         ({"bias": None}, r"unused: bias \[3\]"),
     ],
 )
-def test_orbax_refuses_what_is_not_as_stated(saved: Path, changes, words: str) -> None:
+def test_orbax_refuses_trees_other_than_stated(saved: Path, changes, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         orbax.restore(saved, {name: shape for name, shape in {**SHAPES, **changes}.items() if shape is not None})
 
@@ -172,18 +172,18 @@ def cut_off(folder: Path) -> None:
 @pytest.mark.parametrize("edit", [edited_shape, edited_name, garbled, cut_off])
 def test_orbax_with_edited_or_damaged_files_is_refused(tmp_path: Path, edit) -> None:
     folder = tmp_path / "weights"
-    # One plain file per array, so that a shape can be edited with a text editor.
+    # Use one plain file per array, so that a test can edit its shape.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
         checkpointer.save(folder, TREE)
     assert np.array_equal(orbax.restore(folder, SHAPES)["bias"], TREE["bias"])
     edit(folder)
     with pytest.raises(CheckpointError, match="weights"):
         orbax.restore(folder, SHAPES)
-    with pytest.raises(CheckpointError, match="weights"):  # as a folder of openpi is
+    with pytest.raises(CheckpointError, match="weights"):  # Restore it like a folder of openpi.
         list(orbax.restore_parts(folder, orbax.float_shapes(folder)))
 
 
-def test_a_policy_folder_may_hold_orbax_weights(small, checkpoint_of, observation_of, tmp_path: Path) -> None:
+def test_policy_folder_may_contain_orbax_weights(small, checkpoint_of, observation_of, tmp_path: Path) -> None:
     config = small()
     checkpoint = checkpoint_of(config)
     folder = tmp_path / "policy"
@@ -203,7 +203,7 @@ def policy(golden_folder, tmp_path: Path) -> Path:
     return Path(shutil.copytree(golden_folder("act_state_only"), tmp_path / "root" / "policy"))
 
 
-def test_a_file_that_is_exchanged_after_it_was_opened_is_not_read(policy: Path) -> None:
+def test_file_that_is_exchanged_after_opening_is_not_read(policy: Path) -> None:
     other = Path(shutil.copytree(policy, policy.with_name("other")))
     values = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(values | {"n_heads": 10**9}))
@@ -215,9 +215,9 @@ def test_a_file_that_is_exchanged_after_it_was_opened_is_not_read(policy: Path) 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_file_that_is_written_to_while_a_policy_is_read_is_refused(policy: Path, name: str) -> None:
+def test_file_that_changes_during_reading_is_refused(policy: Path, name: str) -> None:
     with PolicyFolder(policy) as opened:
-        time.sleep(0.02)  # longer than a tick of the file system's clock
+        time.sleep(0.02)  # Longer than a tick of the file system's clock.
         with (policy / name).open("r+b") as file:
             first = file.read(1)
             file.seek(0)
@@ -226,7 +226,7 @@ def test_a_file_that_is_written_to_while_a_policy_is_read_is_refused(policy: Pat
             lerobot_folder.read_checkpoint(opened)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(policy: Path) -> None:
+def test_file_that_is_truncated_during_reading_is_refused(policy: Path) -> None:
     weights = policy / "model.safetensors"
     with PolicyFolder(policy) as opened:
         found = find_floats(opened / "model.safetensors")
@@ -238,7 +238,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(policy: Path) -
         lerobot_folder.read_checkpoint(policy)
 
 
-def test_no_more_bytes_are_read_than_a_file_had_when_opened(tmp_path: Path) -> None:
+def test_bytes_appended_after_opening_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"type": "act"}')
     with PolicyFolder(tmp_path) as opened:
         with (tmp_path / "config.json").open("ab") as file:
@@ -250,7 +250,7 @@ def test_no_more_bytes_are_read_than_a_file_had_when_opened(tmp_path: Path) -> N
         read_json(opened / "config.json")
 
 
-def test_links_of_the_hubs_cache_are_followed_inside_of_their_repo(policy: Path, tmp_path: Path) -> None:
+def test_links_of_the_hub_cache_are_followed_within_their_repo(policy: Path, tmp_path: Path) -> None:
     repo = tmp_path / "models--lab--act"
     (repo / "blobs").mkdir(parents=True)
     (repo / "snapshots" / "abc").mkdir(parents=True)
@@ -261,7 +261,7 @@ def test_links_of_the_hubs_cache_are_followed_inside_of_their_repo(policy: Path,
         assert lerobot_folder.read_checkpoint(opened).weights
 
 
-def test_a_folder_opens_a_bounded_number_of_files(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_opened_files_is_limited(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(80):
         write_safetensors(policy / f"other{number}.safetensors", {"a": np.zeros(1, np.float32)})
     before = len(os.listdir("/proc/self/fd"))
@@ -277,7 +277,7 @@ def test_a_folder_opens_a_bounded_number_of_files(policy: Path, monkeypatch: pyt
         PolicyFolder(policy)
 
 
-def test_weights_have_the_size_that_the_operator_allows(policy: Path) -> None:
+def test_size_of_weights_is_limited_by_the_operator(policy: Path) -> None:
     size = (policy / "model.safetensors").stat().st_size
     assert jaxmodels.load_policy(policy, largest=size).needs.device > 0
     for read in (PolicyFolder, jaxmodels.load_policy):
@@ -285,7 +285,7 @@ def test_weights_have_the_size_that_the_operator_allows(policy: Path) -> None:
             read(policy, largest=size - 1)
 
 
-def test_a_folder_and_its_orbax_arrays_are_in_the_roots(policy: Path, tmp_path: Path) -> None:
+def test_folder_and_its_orbax_arrays_must_be_in_the_roots(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (policy / "orbax").symlink_to(tmp_path / "elsewhere")
     with PolicyFolder(policy, roots=[policy.parent]) as opened, pytest.raises(CheckpointError, match="leads out"):
@@ -294,12 +294,12 @@ def test_a_folder_and_its_orbax_arrays_are_in_the_roots(policy: Path, tmp_path: 
         with pytest.raises(CheckpointError, match="leads out"):
             read(policy, roots=[tmp_path / "elsewhere"])
     (tmp_path / "bare").mkdir()
-    with pytest.raises(CheckpointError, match="leads out"):  # The error does not tell the contents.
+    with pytest.raises(CheckpointError, match="leads out"):  # The error does not show the content.
         PolicyFolder(tmp_path / "bare", roots=[tmp_path / "elsewhere"])
 
 
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
-    """Opening a pipe would let its writer continue."""
+def test_pipe_is_not_opened(tmp_path: Path) -> None:
+    """Opening a pipe would unblock its writer."""
     pipe = tmp_path / "config.json"
     os.mkfifo(pipe)
     writing = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)), daemon=True)
@@ -314,7 +314,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     assert not writing.is_alive()
 
 
-def test_a_file_exchanged_for_a_pipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_exchanged_for_a_pipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, look = tmp_path / "config.json", os.stat
     file.write_text("{}")
 
@@ -331,7 +331,7 @@ def test_a_file_exchanged_for_a_pipe_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_weights_of_another_config_are_refused_unread(policy: Path) -> None:
-    count = 1 << 40  # 4 TB, had they been read
+    count = 1 << 40  # 4 TB of float32.
     header = json.dumps({"huge": entry([count], 0, 4 * count)}).encode()
     with_header(policy / "model.safetensors", header)
     os.truncate(policy / "model.safetensors", 8 + len(header) + 4 * count)
@@ -343,7 +343,7 @@ def test_weights_of_another_config_are_refused_unread(policy: Path) -> None:
         lerobot_folder._read_tensors(policy, kind, config, lambda config, parameters: None)
 
 
-def test_older_statistics_among_the_weights_have_a_size(policy: Path) -> None:
+def test_size_of_older_statistics_is_limited(policy: Path) -> None:
     tensors = dict(load_file(policy / "model.safetensors"))
     tensors["normalize_inputs.buffer_observation_state.mean"] = np.zeros(5 << 20, np.float32)
     write_safetensors(policy / "model.safetensors", tensors)
@@ -352,7 +352,7 @@ def test_older_statistics_among_the_weights_have_a_size(policy: Path) -> None:
 
 
 @given(st.data())
-def test_a_header_is_judged_as_the_library_judges_it(data: st.DataObject) -> None:
+def test_header_check_agrees_with_the_library(data: st.DataObject) -> None:
     number = st.integers(0, 12)
     tensor = st.builds(
         lambda dtype, shape, begin, length: entry(shape, begin, begin + length, dtype),
@@ -382,7 +382,7 @@ def test_a_header_is_judged_as_the_library_judges_it(data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("spoil", ["link", "link to a folder", "pipe", "too deep"])
-def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path, spoil: str) -> None:
+def test_orbax_checkpoint_has_only_regular_files_and_folders(tmp_path: Path, spoil: str) -> None:
     tree = {"a": jnp.arange(4.0)}
     save_tree(tmp_path / "orbax", tree)
     assert orbax.restore(tmp_path / "orbax", tree)["a"].tolist() == [0, 1, 2, 3]
@@ -399,7 +399,7 @@ def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path
             read()
 
 
-def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_files_of_an_orbax_checkpoint_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tree(tmp_path / "orbax", {"a": jnp.arange(4.0)})
     monkeypatch.setattr(folder_module, "TREE_ENTRIES", len(folder_module.check_tree(tmp_path / "orbax")))
     folder_module.check_tree(tmp_path / "orbax")
@@ -408,7 +408,7 @@ def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pyte
         folder_module.check_tree(tmp_path / "orbax")
 
 
-def test_an_orbax_checkpoint_changed_during_reading_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_checkpoint_changed_during_reading_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree, read = {"a": jnp.arange(4.0)}, ocp.StandardCheckpointer.restore
     save_tree(tmp_path / "orbax", tree)
 
@@ -465,7 +465,7 @@ OTHER_FOLDERS: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.parametrize("kind", OTHER_FOLDERS)
 @pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
-def test_folders_of_something_else_are_described(read, kind: str, tmp_path: Path) -> None:
+def test_other_kinds_of_folders_are_described(read, kind: str, tmp_path: Path) -> None:
     files, words = OTHER_FOLDERS[kind]
     folder = tmp_path / ("datasets--user--cubes" if kind == "dataset cache" else "folder")
     folder.mkdir()
@@ -480,7 +480,7 @@ def test_folders_of_something_else_are_described(read, kind: str, tmp_path: Path
     assert "secret" not in str(caught.value)
 
 
-def test_an_adapter_with_a_config_names_its_base(policy: Path) -> None:
+def test_adapter_with_a_config_names_its_base(policy: Path) -> None:
     (policy / "model.safetensors").unlink()
     write(policy, {"adapter_config.json": '{"base_model_name_or_path": "user/base"}'})
     for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
@@ -499,7 +499,7 @@ def test_an_adapter_with_a_config_names_its_base(policy: Path) -> None:
         ("models--user--name", ["snapshots/aaa", "snapshots/bbb"], "snapshots/bbb"),
     ],
 )
-def test_folders_around_a_policy_name_its_path(
+def test_folder_that_contains_a_policy_names_its_path(
     policy: Path, tmp_path: Path, name: str, copies: list[str], expected: str | None
 ) -> None:
     folder = tmp_path / name
@@ -521,7 +521,7 @@ def test_policies_outside_of_the_roots_are_not_named(policy: Path, tmp_path: Pat
         jaxmodels.load_policy(tmp_path / "run", roots=[tmp_path / "run"])
 
 
-def test_a_search_for_policies_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_for_policies_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[str] = []
     list_below = PolicyFolder._list_below
     monkeypatch.setattr(PolicyFolder, "_list_below", lambda self, path: listed.append(path) or list_below(self, path))
@@ -537,7 +537,7 @@ def test_a_search_for_policies_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "policy_preprocessor.json", "robojax.json", "tokenizer.json"]
 )
-def test_pointers_of_git_lfs_are_named(policy: Path, name: str) -> None:
+def test_git_lfs_pointers_are_named(policy: Path, name: str) -> None:
     (policy / name).write_text(LFS)
     with pytest.raises(CheckpointError, match=f"^{name}: a pointer of Git LFS .*git lfs pull"):
         jaxmodels.load_policy(policy)
@@ -546,7 +546,7 @@ def test_pointers_of_git_lfs_are_named(policy: Path, name: str) -> None:
             jaxmodels.read_requirements(policy)
 
 
-def test_a_file_in_place_of_a_folder_is_refused(policy: Path) -> None:
+def test_file_instead_of_a_folder_is_refused(policy: Path) -> None:
     for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
         with pytest.raises(HubError, match=f"it is a file in '{policy}'"):
             read(policy / "model.safetensors")

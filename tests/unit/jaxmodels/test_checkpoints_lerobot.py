@@ -1,4 +1,4 @@
-"""LeRobot's policy folder: there and back, and what is refused."""
+"""LeRobot's policy folder: round trips and refusals."""
 
 import dataclasses
 import json
@@ -27,18 +27,18 @@ def folder(golden_folder, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in GOLDEN.glob("lerobot_*/[adps]*_*") if (path / "io.npz").exists())
 )
-def test_what_is_written_is_bit_for_bit_what_was_read(name: str, golden_folder, tmp_path: Path) -> None:
+def test_round_trip_is_bit_exact(name: str, golden_folder, tmp_path: Path) -> None:
     source = golden_folder(name)
     checkpoint = lerobot_folder.read_checkpoint(source)
     lerobot_folder.write_checkpoint(tmp_path / "back", checkpoint)
     files, back = ({path.name for path in folder.iterdir() if path.is_file()} for folder in (source, tmp_path / "back"))
     is_language = name.startswith(("pi", "smolvla"))
     list_unused = get_policy_type(checkpoint.config.type).unused
-    unused = list_unused(checkpoint.config) if list_unused else {}  # LeRobot wants these tensors, with any values.
+    unused = list_unused(checkpoint.config) if list_unused else {}  # LeRobot needs these tensors, with any values.
     assert is_language or back == files - {"io.npz", "keys.json", "README.md"}
     assert {"config.json", "model.safetensors", "policy_postprocessor.json"} <= back
     with safe_open(tmp_path / "back" / "model.safetensors", framework="np") as file:
-        assert file.metadata() == {"format": "pt"}  # PyTorch's loader wants it.
+        assert file.metadata() == {"format": "pt"}  # PyTorch's loader needs it.
     renumbered = {"policy_preprocessor.json"} if is_language else set()
     for path in (tmp_path / "back" / file for file in (back & files) - renumbered):
         if path.suffix == ".json":
@@ -52,7 +52,7 @@ def test_what_is_written_is_bit_for_bit_what_was_read(name: str, golden_folder, 
             assert all(found[key].tobytes() == array.tobytes() for key, array in wanted.items() if key not in unused)
 
 
-def test_every_misfit_of_the_weights_is_in_one_error(folder: Path) -> None:
+def test_all_misfits_of_the_weights_are_in_one_error(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.action_head.bias"]
     del tensors["model.decoder.norm.weight"]
@@ -69,7 +69,7 @@ def test_every_misfit_of_the_weights_is_in_one_error(folder: Path) -> None:
     assert "misshaped: model.action_head.weight: found [6, 65], wanted [6, 64]" in text
 
 
-def test_weights_in_half_precision_are_widened(folder: Path) -> None:
+def test_half_precision_weights_are_widened(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for dtype in (np.float16, ml_dtypes.bfloat16):
         shapes = {name: (np.dtype(dtype), array.shape) for name, array in tensors.items()}
@@ -86,7 +86,7 @@ def test_requirements_are_read_without_the_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: float) -> None:
+def test_non_finite_weights_are_refused_by_name(folder: Path, value: float) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.action_head.bias"][2] = value
     save_file(tensors, folder / "model.safetensors")
@@ -94,7 +94,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: fl
         lerobot_folder.read_checkpoint(folder)
 
 
-def test_counters_of_batch_norm_are_dropped_as_torchvision_drops_them(golden_folder, tmp_path: Path) -> None:
+def test_batch_norm_counters_are_dropped_like_in_torchvision(golden_folder, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(golden_folder("act_one_camera"), tmp_path / "policy"))
     tensors = load_file(folder / "model.safetensors")
     tensors["model.backbone.bn1.num_batches_tracked"] = np.array(7, np.int64)
@@ -144,7 +144,7 @@ def test_malformed_json_is_refused_with_the_reason(folder: Path, text: str, word
         lerobot_folder.read_checkpoint(folder)
 
 
-def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: Path) -> None:
+def test_rate_and_joint_names_are_stored_in_the_sidecar(folder: Path, tmp_path: Path) -> None:
     names = ["a", "b", "c", "d", "e", "f"]
     (folder / "robojax.json").write_text(json.dumps({"rate": 25, "joint_names": names, "note": "kept"}))
     policy = jaxmodels.load_policy(folder)
@@ -165,7 +165,7 @@ def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: 
         ({"normalisation": "identity"}, "unknown key 'normalisation'; did you mean 'normalization'"),
     ],
 )
-def test_a_sidecar_that_makes_no_sense_is_refused(folder: Path, values, words: str) -> None:
+def test_invalid_sidecar_is_refused(folder: Path, values, words: str) -> None:
     (folder / "robojax.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=rf"robojax\.json: {words}|{words}"):
         lerobot_folder.read_checkpoint(folder)
@@ -202,7 +202,7 @@ def test_joint_names_come_from_sidecar_then_config_then_features(name: str, gold
     assert read() is None
     write(output_features={"action": values["output_features"]["action"] | {"names": list("abcdef")}})
     assert read() == tuple("abcdef")
-    # LeRobot writes the group of a dataset's {"motors": [...]}, which names no joint.
+    # LeRobot writes the group name of a dataset's {"motors": [...]}, which is not a joint name.
     write(action_feature_names=["motors"])
     assert read() == tuple("abcdef")
     write(action_feature_names=NAMES)
@@ -222,7 +222,7 @@ def test_joint_names_come_from_sidecar_then_config_then_features(name: str, gold
         read()
 
 
-def test_writing_over_a_policy_replaces_every_file(small, checkpoint_of, tmp_path: Path) -> None:
+def test_overwriting_a_policy_replaces_all_files(small, checkpoint_of, tmp_path: Path) -> None:
     first, second = (checkpoint_of(small(), seed=seed) for seed in (0, 1))
     lerobot_folder.write_checkpoint(tmp_path / "policy", first)
     lerobot_folder.write_checkpoint(tmp_path / "policy", second)

@@ -1,4 +1,4 @@
-"""Normalisation: LeRobot's formulas, its processor files, and the buffers it used before them."""
+"""Normalisation: LeRobot's formulas, its processor files, and its older buffers."""
 
 import json
 import logging
@@ -58,7 +58,7 @@ def by_hand(mode: str, x: np.ndarray, *, inverse: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", ["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"])
-def test_every_mode_has_lerobots_formula(mode: str) -> None:
+def test_each_mode_has_the_formula_of_lerobot(mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(0.3, 0.0, 100.2)
     found, back = normalizer.get_affine(VECTOR).normalize(x), normalizer.get_affine(VECTOR, inverse=True).unnormalize(x)
@@ -67,16 +67,16 @@ def test_every_mode_has_lerobots_formula(mode: str) -> None:
 
 
 @given(st.tuples(*[st.floats(-100, 100, width=32)] * 3), st.sampled_from(["MEAN_STD", "QUANTILES", "QUANTILE10"]))
-def test_unnormalising_undoes_normalising(values: tuple[float, ...], mode: str) -> None:
+def test_unnormalising_inverts_normalising(values: tuple[float, ...], mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(*values)
     back = normalizer.get_affine(VECTOR, inverse=True).unnormalize(normalizer.get_affine(VECTOR).normalize(x))
-    # LeRobot adds its epsilon to a standard deviation when normalizing only; the rest is rounding.
+    # LeRobot adds its epsilon to a standard deviation only when normalizing; the rest is rounding.
     lost = np.abs(x - STATISTICS["mean"]) * 1e-8 / STATISTICS["std"] if mode == "MEAN_STD" else 0.0
     assert (np.abs(back - x) <= lost + 6e-5).all()
 
 
-def test_features_stay_as_they_are_only_where_the_step_says_so() -> None:
+def test_features_without_a_mode_are_refused_or_unchanged() -> None:
     other = Feature("observation.environment_state", "ENV", (2,))
     modes, stats = (("STATE", "MEAN_STD"), ("ENV", "MEAN_STD")), {VECTOR.name: STATISTICS}
     normalizer = Normalizer((VECTOR, other), modes, stats, source="a file")
@@ -153,7 +153,7 @@ CLIPPED = {"type": "STATE", "shape": [6], "clip": 5}
         (POST, 0, {"clip": True}, f"{POST}: unnormalizer_processor: unknown fields clip = True"),
     ],
 )
-def test_a_malformed_step_is_refused(folder: Path, name: str, place: int, changes, words: str) -> None:
+def test_malformed_step_is_refused(folder: Path, name: str, place: int, changes, words: str) -> None:
     edit_step(folder / name, place, **changes)
     with pytest.raises(CheckpointError, match=words):
         lerobot_folder.read_checkpoint(folder)
@@ -163,7 +163,7 @@ def test_a_malformed_step_is_refused(folder: Path, name: str, place: int, change
     ("depth", "words"),
     [("file", PRE), ("step", "step normalizer_processor"), ("config", "normalizer_processor"), ("feature", "state")],
 )
-def test_unknown_fields_load_at_every_depth_when_they_are_off(folder: Path, depth: str, words: str, caplog) -> None:
+def test_unknown_fields_that_are_off_load_at_each_depth(folder: Path, depth: str, words: str, caplog) -> None:
     values = json.loads((folder / PRE).read_text())
     step = values["steps"][3]
     feature = step["config"]["features"]["observation.state"]
@@ -188,14 +188,14 @@ def test_unknown_fields_load_at_every_depth_when_they_are_off(folder: Path, dept
         ({}, "registry_name is {}; wanted a string"),
     ],
 )
-def test_steps_that_do_not_belong_there_are_refused_with_the_reason(folder: Path, name: object, words: str) -> None:
+def test_misplaced_steps_are_refused_with_the_reason(folder: Path, name: object, words: str) -> None:
     edit_json(folder / PRE, lambda values: values["steps"].append({"registry_name": name, "config": {}}))
     with pytest.raises(CheckpointError, match=words):
         lerobot_folder.read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", ".hidden.safetensors", 3])
-def test_a_statistics_file_outside_the_folder_is_refused(folder: Path, name) -> None:
+def test_statistics_file_outside_the_folder_is_refused(folder: Path, name) -> None:
     edit_json(folder / PRE, lambda values: values["steps"][3].update(state_file=name))
     with pytest.raises(CheckpointError, match="plain name"):
         lerobot_folder.read_checkpoint(folder)
@@ -210,7 +210,7 @@ def test_renamed_observations_are_accepted_under_both_names(folder: Path) -> Non
     assert "feature 'observation.state'" in refuse(folder)
 
 
-def test_requirements_name_cameras_as_the_robots_side_does(small, checkpoint_of, tmp_path: Path) -> None:
+def test_requirements_use_the_robots_camera_names(small, checkpoint_of, tmp_path: Path) -> None:
     lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(small(cameras=("camera1", "camera2"))))
     edit_step(tmp_path / "policy" / PRE, 0, rename_map={"observation.images.front": "observation.images.camera1"})
     policy = jaxmodels.load_policy(tmp_path / "policy")
@@ -239,7 +239,7 @@ def test_cameras_may_have_any_name(small, checkpoint_of, observation_of, tmp_pat
 
 
 def old_style(folder: Path) -> dict[str, np.ndarray]:
-    """Move the statistics of a folder from processor files to buffers among the weights, as older versions do."""
+    """Move the statistics of a folder from processor files to buffers among the weights, as in older versions."""
     tensors = load_file(folder / "model.safetensors")
     for name, array in load_file(folder / STATS).items():
         feature, _, statistic = name.rpartition(".")
@@ -249,7 +249,7 @@ def old_style(folder: Path) -> dict[str, np.ndarray]:
         if feature == ACTION:
             tensors[f"normalize_targets.{buffer}"] = array.copy()
             tensors[f"unnormalize_outputs.{buffer}"] = array.copy()
-        elif feature != "observation.environment_state":  # ENV has no mode in this config
+        elif feature != "observation.environment_state":  # ENV has no mode in this config.
             tensors[f"normalize_inputs.{buffer}"] = array.copy()
     for path in folder.glob("policy_*"):
         path.unlink()
@@ -263,7 +263,7 @@ def assert_same_affine(before: Any, after: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["act_state_only", "act_one_camera"])
-def test_older_policies_act_the_same_and_are_saved_in_the_new_layout(name: str, golden_folder, tmp_path: Path) -> None:
+def test_older_policies_act_the_same_and_save_the_new_layout(name: str, golden_folder, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(golden_folder(name), tmp_path / "policy"))
     old_style(folder)
     policy = jaxmodels.load_policy(folder)
@@ -278,7 +278,7 @@ def test_older_policies_act_the_same_and_are_saved_in_the_new_layout(name: str, 
         assert_same_affine(before.get_affine(feature, inverse=True), after.get_affine(feature, inverse=True))
 
 
-def test_a_config_of_2024_is_read_with_its_old_fields(folder: Path) -> None:
+def test_config_of_2024_is_read_with_its_old_fields(folder: Path) -> None:
     old_style(folder)
     values = json.loads((folder / "config.json").read_text())
     inputs, outputs = values.pop("input_features"), values.pop("output_features")
@@ -293,7 +293,7 @@ def test_a_config_of_2024_is_read_with_its_old_fields(folder: Path) -> None:
     assert measure_chunk(jaxmodels.load_policy(folder), folder) < 1e-5
 
 
-def test_buffers_that_do_not_fit_the_config_are_listed(folder: Path) -> None:
+def test_buffers_without_a_feature_are_listed(folder: Path) -> None:
     tensors = old_style(folder)
     tensors["normalize_inputs.buffer_observation_force.mean"] = vector(1)
     for statistic in ("mean", "std"):
@@ -304,7 +304,7 @@ def test_buffers_that_do_not_fit_the_config_are_listed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("side", "feature"), [("inputs", "observation.state"), ("outputs", "action")])
-def test_a_missing_buffer_of_an_older_policy_is_refused(folder: Path, side: str, feature: str) -> None:
+def test_missing_buffer_of_an_older_policy_is_refused(folder: Path, side: str, feature: str) -> None:
     buffer = f"{'un' * (side == 'outputs')}normalize_{side}.buffer_{feature.replace('.', '_')}"
     tensors = old_style(folder)
     left = {name: array for name, array in tensors.items() if not name.startswith(buffer)}
@@ -317,7 +317,7 @@ def test_a_missing_buffer_of_an_older_policy_is_refused(folder: Path, side: str,
     assert getattr(lerobot_folder.read_checkpoint(folder).normalization, side).unnormalized == {feature}
 
 
-def test_a_policy_without_normalisation_is_refused_when_it_needs_one(folder: Path) -> None:
+def test_policy_that_lacks_its_normalisation_is_refused(folder: Path) -> None:
     for path in folder.glob("policy_*"):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no normalization; wanted policy_preprocessor\.json") as error:
@@ -355,7 +355,7 @@ FAMILIES = {
 
 @pytest.fixture
 def family(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a policy of any family."""
+    """Return a function that copies a golden policy of any family."""
 
     def make(name: str) -> Path:
         if name in small_policies.CONFIGS:
@@ -367,7 +367,7 @@ def family(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def edit_normalizers(folder: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
-    """Change the normalizing step of both processor files, or only of these files."""
+    """Change the normalizing step of both processor files, or only of the named files."""
     for name in names or (PRE, POST):
         edit_json(
             folder / name,
@@ -376,20 +376,20 @@ def edit_normalizers(folder: Path, change: Callable[[dict[str, Any]], None], *na
 
 
 def clear_step(step: dict[str, Any]) -> None:
-    """As public base models have it."""
+    """Clear a step as public base models do."""
     step["config"]["features"] = {}
     step.pop("state_file", None)
 
 
 def rename_statistics(folder: Path, rename: Callable[[str], str | None]) -> None:
-    """Rename the tensors of statistics, or leave those out that get no name."""
+    """Rename the tensors of statistics, or drop those without a new name."""
     for path in folder.glob("policy_*normalizer_processor.safetensors"):
         tensors = {name: array for old, array in load_file(path).items() if (name := rename(old)) is not None}
         save_file(tensors, path)
 
 
 def refuse(folder: Path) -> str:
-    """The error of a folder that neither loading nor describing takes."""
+    """Return the error of a folder, which must be the same in loading and describing."""
     with pytest.raises(CheckpointError) as error:
         lerobot_folder.read_checkpoint(folder)
     with pytest.raises(CheckpointError) as other:
@@ -399,7 +399,7 @@ def refuse(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_without_features_is_refused_by_all_families(name: str, family, caplog) -> None:
+def test_step_without_features_is_refused_by_all_families(name: str, family, caplog) -> None:
     folder = family(name)
     edit_normalizers(folder, clear_step)
     text = refuse(folder)
@@ -435,13 +435,13 @@ def test_a_step_without_features_is_refused_by_all_families(name: str, family, c
     ],
     ids=["prefix", "without action", "without state"],
 )
-def test_a_feature_without_statistics_is_refused(name: str, rename, found: str, family) -> None:
+def test_feature_without_statistics_is_refused(name: str, rename, found: str, family) -> None:
     folder = family(name)
     rename_statistics(folder, rename)
     assert f"Statistics found: {found}" in refuse(folder) or f", {found}" in refuse(folder)
 
 
-def test_a_postprocessor_needs_statistics_and_no_features(folder: Path) -> None:
+def test_postprocessor_needs_statistics_and_no_features(folder: Path) -> None:
     before = lerobot_folder.read_checkpoint(folder)
     edit_normalizers(folder, lambda step: step["config"].update(features={}), POST)
     after = lerobot_folder.read_checkpoint(folder)
@@ -459,7 +459,7 @@ def test_a_postprocessor_needs_statistics_and_no_features(folder: Path) -> None:
         ("ENV", {"ENV": "MEAN_STD"}, "has no mode for the type ENV, and config.json has MEAN_STD"),
     ],
 )
-def test_a_type_without_a_mode_is_refused(kind: str, modes, text: str, folder: Path) -> None:
+def test_type_without_a_mode_is_refused(kind: str, modes, text: str, folder: Path) -> None:
     if modes is not None:
         config = json.loads((folder / "config.json").read_text())
         edit_json(folder / "config.json", normalization_mapping=modes and config["normalization_mapping"] | modes)
@@ -467,7 +467,7 @@ def test_a_type_without_a_mode_is_refused(kind: str, modes, text: str, folder: P
     assert text in refuse(folder)
 
 
-def test_unread_features_and_the_mode_identity_need_no_statistics(folder: Path) -> None:
+def test_unread_features_and_identity_need_no_statistics(folder: Path) -> None:
     unread = {"observation.force": {"type": "STATE", "shape": [3]}}
     edit_normalizers(folder, lambda step: step["config"]["features"].update(unread), PRE)
     edit_normalizers(folder, lambda step: step["config"]["features"].pop(ACTION), PRE)
@@ -480,7 +480,7 @@ def test_unread_features_and_the_mode_identity_need_no_statistics(folder: Path) 
     jaxmodels.read_requirements(folder)
 
 
-def test_a_camera_that_no_robot_has_needs_no_statistics(family) -> None:
+def test_empty_camera_needs_no_statistics(family) -> None:
     folder = family("smolvla_empty_camera")
     edit_normalizers(folder, lambda step: step["config"]["norm_map"].update(VISUAL="MEAN_STD"), PRE)
     camera = "observation.images.empty_camera_0"
@@ -501,7 +501,7 @@ def test_normalization_of_the_sidecar_is_identity_or_absent(value, folder: Path)
 
 
 @pytest.mark.parametrize("source", ["robojax.json", "stats.json"])
-def test_a_step_without_features_takes_the_robots_statistics(source: str, folder: Path) -> None:
+def test_step_without_features_uses_the_robots_statistics(source: str, folder: Path) -> None:
     expected = lerobot_folder.read_checkpoint(folder)
     numbers = {**expected.normalization.inputs.stats, **expected.normalization.outputs.stats}
     edit_normalizers(folder, lambda step: step["config"].update(features={}))
@@ -520,7 +520,7 @@ def test_a_step_without_features_takes_the_robots_statistics(source: str, folder
 
 
 @pytest.mark.parametrize("mode", ["IDENTITY", "QUANTILES"])
-def test_statistics_of_a_feature_are_given_whatever_the_mode(mode: str) -> None:
+def test_statistics_of_a_feature_are_given_in_each_mode(mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS | {"count": vector(7)}})
     found = normalizer.get_statistics(VECTOR) or {}
     assert list(found) == ["mean", "std", "min", "max", "q01", "q99"]
@@ -534,7 +534,7 @@ def test_statistics_of_a_feature_are_given_whatever_the_mode(mode: str) -> None:
         ({"min": np.float32(2), "mean": vector(5)}, ["mean", "std", "min", "max", "q01", "q99"]),
     ],
 )
-def test_statistics_of_another_shape_or_not_finite_are_left_out(changes, names) -> None:
+def test_invalid_statistics_of_a_feature_are_omitted(changes, names) -> None:
     normalizer = Normalizer((VECTOR,), (), {VECTOR.name: STATISTICS | changes})
     found = normalizer.get_statistics(VECTOR) or {}
     assert list(found) == names

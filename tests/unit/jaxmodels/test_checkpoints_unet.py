@@ -1,4 +1,4 @@
-"""2D transformers inside UNet files, by prefix; and diffusers itself as the reader and writer of the same folders."""
+"""2D transformers inside UNet files, by prefix; and parity with diffusers' reading and writing of folders."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ STABLE_DIFFUSION_XL = {
     "transformer_layers_per_block": [1, 2, 10],
     "use_linear_projection": True,
 }
-# A UNet of a few thousand parameters, and variations of it.
+# A UNet of a few thousand parameters, and variants of it.
 SMALL: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
@@ -103,7 +103,7 @@ def test_blocks_of_published_unets_have_their_published_sizes() -> None:
 
 @pytest.fixture
 def unet(tmp_path: Path) -> Path:
-    """A folder with two transformers of a UNet among other tensors, one of which no transformer could have."""
+    """Return a folder with two transformers of a UNet among other tensors, one of them of an impossible shape."""
     values = {**UNET, **SMALL}
     tensors: dict[str, np.ndarray] = {"conv_in.weight": np.full((2, 2), np.nan, np.float32)}
     rng = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def unet(tmp_path: Path) -> Path:
     return tmp_path / "unet"
 
 
-def test_an_unknown_prefix_is_refused_with_those_there_are(unet: Path) -> None:
+def test_unknown_prefix_is_refused_with_the_existing_prefixes(unet: Path) -> None:
     for prefix in ("down_blocks.0.attentions.2", "down_blocks.0", "", "mid_block.attentions.0."):
         with pytest.raises(ConfigError, match=r"no 2D transformer there; this UNet2D.*down_blocks\.0\.attentions\.0, "):
             diffusers_folder.read(unet, prefix=prefix)
@@ -127,7 +127,7 @@ def test_an_unknown_prefix_is_refused_with_those_there_are(unet: Path) -> None:
         diffusers_folder.read(unet, prefix="up_blocks.0.attentions.0")
 
 
-def test_a_config_may_be_given_instead(unet: Path) -> None:
+def test_config_may_be_passed_directly(unet: Path) -> None:
     config, _ = diffusers_folder.read(unet, prefix="mid_block.attentions.0")
     values = json.loads((unet / "config.json").read_text())
     (unet / "config.json").write_text(json.dumps({**values, "_class_name": "UNet3DConditionModel"}))
@@ -155,13 +155,13 @@ def test_a_config_may_be_given_instead(unet: Path) -> None:
         ({"down_block_types": ["DownBlock2D"]}, "down_block_types is"),
     ],
 )
-def test_a_unets_config_that_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_unet_config_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_block_config({**UNET, **SMALL, **changes}, "down_blocks.0.attentions.0")
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_every_transformer_of_a_unet_is_found(name: str, peer, tmp_path: Path) -> None:
+def test_each_transformer_of_a_unet_is_found(name: str, peer, tmp_path: Path) -> None:
     model = peer.UNet2DConditionModel(**{**SMALL, **VARIED[name]})
     model.save_pretrained(tmp_path / "unet")
     values = json.loads((tmp_path / "unet" / "config.json").read_text())
@@ -181,7 +181,7 @@ def test_every_transformer_of_a_unet_is_found(name: str, peer, tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore:.*outdated:FutureWarning")
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 @pytest.mark.parametrize("limit", [None, 50_000])
-def test_diffusers_loads_what_is_written_and_what_it_saves_comes_back(name: str, limit, peer, tmp_path: Path) -> None:
+def test_folders_survive_a_round_trip_through_diffusers(name: str, limit, peer, tmp_path: Path) -> None:
     config = read_model_config(json.loads((GOLDEN / name / "config.json").read_text()))
     rng = np.random.default_rng(0)
     weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in tensor_names(config)}

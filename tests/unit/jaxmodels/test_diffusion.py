@@ -1,4 +1,4 @@
-"""Diffusion Policy of LeRobot: its config, its memory, its noise and its history."""
+"""LeRobot's Diffusion Policy: its config, memory, noise and history."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def read(name: str = "diffusion_two_cameras_ddpm", **changes: Any) -> DiffusionC
         ({"beta_start": 0.5}, "betas go from 0.5 to 0.02"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
+def test_invalid_config_is_refused_with_accepted_values(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         read(**changes)
 
@@ -49,11 +49,11 @@ def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[s
     [
         ({"crop_shape": None}, (72, 96)),
         ({"resize_shape": [48, 64], "crop_shape": None}, (48, 64)),
-        ({"resize_shape": [48, 64]}, (48, 64)),  # a crop is derived then, or there is none
+        ({"resize_shape": [48, 64]}, (48, 64)),  # The crop is derived, or absent.
         ({"resize_shape": [48, 65], "crop_ratio": 0.9, "crop_shape": None}, (43, 58)),
     ],
 )
-def test_what_is_seen_of_a_picture_follows_from_resize_and_crop(changes: dict[str, Any], seen: tuple[int, int]) -> None:
+def test_visible_part_of_a_picture_follows_from_resize_and_crop(changes: dict[str, Any], seen: tuple[int, int]) -> None:
     assert read(**changes).encoder_size == seen
 
 
@@ -70,7 +70,7 @@ def observation(batch: int = 1, steps: int = 2) -> dict[str, np.ndarray]:
     }
 
 
-def test_answers_without_noise_do_not_depend_on_the_batch(policy: jaxmodels.Policy) -> None:
+def test_chunks_without_noise_do_not_depend_on_the_batch(policy: jaxmodels.Policy) -> None:
     assert (policy.requirements.observation_steps, policy.requirements.chunk) == (2, 8)
     several = policy.act(observation(3))
     assert several.shape == (3, 8, 2)

@@ -20,7 +20,7 @@ def policy() -> jaxmodels.Policy:
     return jaxmodels.Policy(make_checkpoint(CONFIG))
 
 
-def test_a_chunk_stays_near_the_plan(policy) -> None:
+def test_chunk_stays_near_the_plan(policy) -> None:
     observation, going_on = observe(CONFIG), plan([0, 3, 8], [8, 6, 8])
     plain, chunk = policy.act(observation), policy.act({**observation, **going_on})
     away, before = (np.abs(answer - going_on[PREFIX_ACTIONS])[0, :3, ::2].mean() for answer in (chunk, plain))
@@ -35,7 +35,7 @@ def test_bfloat16_with_heun_is_near_float32() -> None:
     assert np.abs(found - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
-def test_cameras_are_looked_at_and_a_diffusion_continues_a_plan_too() -> None:
+def test_cameras_are_used_and_a_diffusion_continues_a_plan() -> None:
     cameras = tuple(Feature(f"observation.images.{name}", "VISUAL", (3, 32, 32)) for name in ("front", "wrist"))
     config = dataclasses.replace(CONFIG, input_features=cameras, objective="diffusion", prefix_through_model=False)
     policy = jaxmodels.Policy(make_checkpoint(config))
@@ -62,13 +62,13 @@ def test_cameras_are_looked_at_and_a_diffusion_continues_a_plan_too() -> None:
         ({PREFIX_ACTIONS: np.full((1, 8, 3), np.nan, np.float32)}, r"prefix.actions holds nan at \[0, 0, 0\]"),
     ],
 )
-def test_a_plan_that_makes_no_sense_says_why(policy, change: dict[str, Any], words: str) -> None:
+def test_invalid_plan_is_refused_with_the_reason(policy, change: dict[str, Any], words: str) -> None:
     observation = {**observe(CONFIG, 1), **plan([2], [6]), **change}
     with pytest.raises(ObservationError, match=words):
         policy.act({name: array for name, array in observation.items() if array is not None})
 
 
-def test_a_policy_that_continues_no_plan_refuses_one(small, checkpoint_of, observation_of) -> None:
+def test_policy_without_continuation_refuses_a_plan(small, checkpoint_of, observation_of) -> None:
     config = small(cameras=("front",))
     policy = jaxmodels.Policy(checkpoint_of(config))
     assert not policy.requirements.takes_prefix
@@ -93,7 +93,7 @@ def test_only_slow_waves_of_the_first_noise_are_small() -> None:
     drawn = np.stack([np.asarray(make_first_noise(config_of(20, seed))) for seed in range(60)])
     strength = make_slow_waves(20) @ drawn
     assert np.abs(strength).max() <= MAX_SLOW + 1e-6
-    assert np.abs(strength).mean() > MAX_SLOW / 2  # and has a side all the same
+    assert np.abs(strength).mean() > MAX_SLOW / 2  # Small, but not zero.
     rest = drawn - make_slow_waves(20).T @ strength
     assert rest.std() == pytest.approx(np.sqrt((20 - SLOW) / 20), rel=0.05)
     assert abs(np.corrcoef(rest[0].ravel(), rest[1].ravel())[0, 1]) < 0.3

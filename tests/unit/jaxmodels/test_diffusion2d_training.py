@@ -34,7 +34,7 @@ def toy() -> tuple[dict[str, jax.Array], jax.Array]:
         return train_toy(CONFIG, 600, 4e-3)
 
 
-def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
+def test_samples_are_distributed_like_the_demonstrations(toy) -> None:
     weights, _ = toy
     plan, schedule = blueprint_of(Diffusion2d, CONFIG), CONFIG.schedule
     assert isinstance(schedule, FlowSchedule)
@@ -59,13 +59,13 @@ def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
     assert np.abs(repeated - state).mean() < 0.1
 
 
-def test_a_plan_is_continued_on_its_side_by_a_policy_that_was_trained_to(toy) -> None:
+def test_policy_with_trained_prefix_continues_plans_on_their_side(toy) -> None:
     weights, _ = toy
     run = jax.jit(partial(act, CONFIG))
     actions = side_plan()
     observation = Observation(state=np.full((4, 1), 0.3, np.float32))
     alone = run(weights, observation)
-    for delay in (2, 3):  # Guidance keeps a delay that is longer than in the training.
+    for delay in (2, 3):  # Guidance handles a delay beyond the trained delays.
         prefix = Prefix(actions, np.full(4, delay, np.int32), np.full(4, CHUNK, np.int32))
         chunk = run(weights, observation._replace(prefix=prefix))
         np.testing.assert_array_equal(chunk[:, :delay], actions[:, :delay])
@@ -84,7 +84,7 @@ def drawn_from(config: Diffusion2dConfig, actions: jax.Array) -> Example:
 
 @jax.jit
 def answer_once(model: Diffusion2d, observation: Observation, x: jax.Array, timestep: jax.Array, counts: jax.Array):
-    """Return the model's answer from one call of the transformer; masked steps count 0."""
+    """Return the model's prediction from one call of the transformer; masked steps count 0."""
     tokens, mask = model.observation_tokens(observation)
     options = {"timestep": timestep, "attention_mask": counts, "encoder_attention_mask": mask}
     (sample,) = model.transformer(x.swapaxes(1, 2)[..., None], tokens, return_dict=False, **options)
@@ -105,7 +105,7 @@ def evaluated(model: Diffusion2d, observation: Observation, actions: jax.Array, 
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_the_loss_of_a_flow_is_what_numpy_makes_of_it(masks: bool) -> None:
+def test_loss_of_a_flow_equals_numpy(masks: bool) -> None:
     config = dataclasses.replace(CONFIG, trained_prefix=0, do_mask_loss_for_padding=masks)
     model, (observation, actions, is_pad) = random_model(config), batch_of(config)
     sigma = 0.001 + 0.999 * ((np.arange(32) + 0.5) / 32) ** (2 / 3)
@@ -119,7 +119,7 @@ def test_the_loss_of_a_flow_is_what_numpy_makes_of_it(masks: bool) -> None:
 
 
 @pytest.mark.parametrize("predicts", ["epsilon", "sample", "v_prediction"])
-def test_a_diffusions_example_is_what_numpy_makes_of_it(predicts: str) -> None:
+def test_example_of_a_diffusion_equals_numpy(predicts: str) -> None:
     config = dataclasses.replace(CONFIG, trained_prefix=0, objective="diffusion", prediction_type=predicts)
     actions = np.asarray(batch_of(config, size=5)[1], np.float64)
     made = drawn_from(config, np.float32(actions))
@@ -139,7 +139,7 @@ def test_a_diffusions_example_is_what_numpy_makes_of_it(predicts: str) -> None:
     np.testing.assert_allclose(made.target, wanted, atol=1e-5)
 
 
-def test_a_trained_prefix_has_no_noise_time_0_and_no_part_in_the_loss() -> None:
+def test_trained_prefix_has_no_noise_time_0_and_no_loss() -> None:
     model, (observation, actions, is_pad) = random_model(CONFIG), batch_of(CONFIG)
     made = drawn_from(CONFIG, actions)
     delays = (~np.asarray(made.counts)).sum(axis=1)
@@ -153,7 +153,7 @@ def test_a_trained_prefix_has_no_noise_time_0_and_no_part_in_the_loss() -> None:
     np.testing.assert_allclose(evaluated(model, observation, actions, is_pad), error, rtol=1e-5)
 
 
-def test_a_member_of_a_batch_learns_nothing_from_the_others() -> None:
+def test_members_of_a_batch_learn_independently() -> None:
     model, (observation, actions, _) = random_model(WHOLE), batch_of(WHOLE, size=3)
     ids, mask = jnp.arange(18).reshape(3, 6), jnp.ones((3, 6), bool)
     language = jax.jit(lambda model: model.read(ids, mask))(model)

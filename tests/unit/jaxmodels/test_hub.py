@@ -1,4 +1,4 @@
-"""Fetching from the Hub, against a small server on this machine that answers like it."""
+"""Fetching from the Hub, tested with the stub Hub on this machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.testing.stub_hub import StubHub
 
 @pytest.fixture(scope="module")
 def policies(small, checkpoint_of, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
-    """The files of two policies."""
+    """Return the files of two policies."""
     folders = [tmp_path_factory.mktemp("source") / "policy" for _ in range(2)]
     for seed, folder in enumerate(folders):
         lerobot_folder.write_checkpoint(folder, checkpoint_of(small(), seed=seed, rate=25.0))
@@ -26,7 +26,7 @@ def policies(small, checkpoint_of, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def stub(policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # Telemetry calls the real Hub.
     monkeypatch.delenv("HF_TOKEN", raising=False)
     others = {"pytorch_model.bin": b"cos\nsystem\n", "README.md": b"# hello", "train_config.json": b"{}"}
     others |= {"owner/vlm/tokenizer.json": b"{}", ".git/config.json": b"{}", "a/b/c/d/config.json": b"{}"}
@@ -39,11 +39,11 @@ def stub(policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
 
 @pytest.fixture
 def commits(stub: StubHub) -> list[str]:
-    """Both commits of that repo; its branch and a tag are at the first."""
+    """Return both commits of the repo; its branch and a tag are at the first."""
     return list(stub.repo("someone/arm").commits)
 
 
-def asked(stub: StubHub) -> list[str]:
+def requests_of(stub: StubHub) -> list[str]:
     return [request.path for request in stub.requests]
 
 
@@ -55,16 +55,16 @@ def fetch(stub: StubHub, tmp_path: Path):
     return call
 
 
-def test_a_repo_is_fetched_at_one_commit(fetch, stub: StubHub, commits, observation_of, small) -> None:
-    told: list[str] = []
-    folder = fetch(on_progress=told.append)
-    assert set(told) == {"downloading"}
-    assert all(isinstance(progress, hub.Downloading) for progress in told)
-    # Before the Hub has announced the size, the total is 0.
-    first, *_, last = [progress for progress in told if progress.total]
+def test_repo_is_fetched_at_one_commit(fetch, stub: StubHub, commits, observation_of, small) -> None:
+    progresses: list[str] = []
+    folder = fetch(on_progress=progresses.append)
+    assert set(progresses) == {"downloading"}
+    assert all(isinstance(progress, hub.Downloading) for progress in progresses)
+    # The total is 0 until the Hub has announced the size.
+    first, *_, last = [progress for progress in progresses if progress.total]
     assert first.done == 0 < last.done == last.total == first.total
     assert folder.name == commits[0]
-    downloads = [path for path in asked(stub) if "/resolve/" in path]
+    downloads = [path for path in requests_of(stub) if "/resolve/" in path]
     assert downloads
     assert all(f"/resolve/{commits[0]}/" in path for path in downloads)
     policy = jaxmodels.load_policy(folder)
@@ -79,10 +79,10 @@ def test_only_files_of_a_policy_are_fetched(fetch, stub: StubHub, commits, caplo
     assert (fetch() / "owner" / "vlm" / "tokenizer.json").is_file()
     assert "robojax.json" in second
     assert "pytorch_model.bin may run code" in caplog.text
-    assert not [path for path in asked(stub) if "pytorch_model" in path or "README" in path or "train_" in path]
+    assert not [path for path in requests_of(stub) if "pytorch_model" in path or "README" in path or "train_" in path]
 
 
-def test_a_revision_may_be_a_tag_or_a_commit(fetch, stub: StubHub, commits) -> None:
+def test_revision_may_be_a_tag_or_a_commit(fetch, stub: StubHub, commits) -> None:
     first, second = commits
     with pytest.raises(HubError, match="'someone/arm' at 'v9': the repo has no such revision"):
         fetch(revision="v9")
@@ -92,19 +92,19 @@ def test_a_revision_may_be_a_tag_or_a_commit(fetch, stub: StubHub, commits) -> N
     assert fetch().name == second
 
 
-def test_what_is_cached_is_not_fetched_again(fetch, stub: StubHub) -> None:
+def test_cached_files_are_not_fetched_again(fetch, stub: StubHub) -> None:
     first = fetch()
     stub.requests.clear()
     assert fetch() == first
-    assert not [path for path in asked(stub) if "/resolve/" in path]
+    assert not [path for path in requests_of(stub) if "/resolve/" in path]
 
 
-def test_the_cache_of_the_environment_is_used(stub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_the_environment_is_used(stub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     assert hub.fetch("someone/arm", endpoint=stub.url).is_relative_to(tmp_path / "elsewhere")
 
 
-def test_without_the_hub_the_cached_copy_is_used_or_wanted(fetch, stub: StubHub, commits) -> None:
+def test_offline_fetch_uses_the_cache_or_explains_it(fetch, stub: StubHub, commits) -> None:
     first = fetch()
     stub.close()
     assert fetch() == first
@@ -113,7 +113,7 @@ def test_without_the_hub_the_cached_copy_is_used_or_wanted(fetch, stub: StubHub,
         fetch(revision=commits[1])
 
 
-def test_half_a_copy_is_no_copy(fetch, stub: StubHub) -> None:
+def test_incomplete_copy_is_not_used(fetch, stub: StubHub) -> None:
     link = fetch() / "model.safetensors"
     link.resolve().unlink()
     link.unlink(missing_ok=True)
@@ -131,14 +131,14 @@ def test_half_a_copy_is_no_copy(fetch, stub: StubHub) -> None:
         ((500, ""), "did not answer as expected"),
     ],
 )
-def test_what_the_hub_refuses_is_said_in_plain_words(fetch, stub: StubHub, denied, words: str) -> None:
+def test_refusals_of_the_hub_are_explained(fetch, stub: StubHub, denied, words: str) -> None:
     stub.denied["someone/arm"] = denied
     with pytest.raises(HubError, match=words):
         fetch()
 
 
 @pytest.mark.parametrize("answer", [(404, "RepoNotFound"), (401, ""), (500, "")])
-def test_a_missing_folder_is_named_before_the_hub(stub: StubHub, monkeypatch, tmp_path, answer) -> None:
+def test_missing_folder_is_named_before_the_hub(stub: StubHub, monkeypatch, tmp_path, answer) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", stub.url)
     stub.denied["someone/arm"] = answer
@@ -154,7 +154,7 @@ def test_a_missing_folder_is_named_before_the_hub(stub: StubHub, monkeypatch, tm
 
 
 @pytest.mark.parametrize("repo", ["../secrets", "/etc/passwd", "a/b/c", "", "a b", ".hidden/x", "a/.."])
-def test_what_is_no_repo_id_never_reaches_the_network(fetch, stub: StubHub, repo: str) -> None:
+def test_invalid_repo_id_never_reaches_the_network(fetch, stub: StubHub, repo: str) -> None:
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
         fetch(repo)
     assert stub.requests == []
@@ -165,7 +165,7 @@ CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12)
 
 @pytest.fixture
 def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
-    """Weights of a model that the stub has in a pipeline, in shards and as a half-precision variant."""
+    """Return the weights of a model that the stub has in a pipeline, in shards and as a half-precision variant."""
     rng = np.random.default_rng(0)
     weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in tensor_names(CONFIG)}
     halves = {name: array.astype(np.float16) for name, array in weights.items()}
@@ -179,7 +179,7 @@ def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, variant: str | None) -> None:
+def test_only_the_model_of_a_pipeline_is_fetched(fetch, stub: StubHub, model, variant: str | None) -> None:
     folder = fetch("someone/painter", files=diffusers_folder.files(subfolder="transformer", variant=variant))
     assert folder.name == stub.head("someone/painter")
     with pytest.raises(CheckpointError, match="a pipeline, not a model; give the subfolder"):
@@ -195,12 +195,12 @@ def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, var
 
 
 @pytest.mark.parametrize("subfolder", ["..", "a/../b", "/a", "*", "a//b", "[a]"])
-def test_a_subfolder_is_no_pattern_and_no_way_out(subfolder: str) -> None:
+def test_subfolder_with_patterns_or_parents_is_refused(subfolder: str) -> None:
     with pytest.raises(CheckpointError, match="is no folder of a repo"):
         diffusers_folder.files(subfolder=subfolder)
 
 
-def test_a_repo_larger_than_allowed_is_not_fetched_and_one_that_fits_is(fetch, stub: StubHub, tmp_path: Path) -> None:
+def test_repo_is_fetched_only_within_the_size_limit(fetch, stub: StubHub, tmp_path: Path) -> None:
     with pytest.raises(HubError, match=r"its files have \d+ bytes; allowed are 1000"):
         fetch(largest=1000)
     assert not list(tmp_path.rglob("model.safetensors"))
@@ -225,7 +225,7 @@ def test_repos_without_a_policy_are_described(fetch, stub: StubHub, files, missi
         fetch("someone/other")
 
 
-def test_the_folder_of_the_policy_in_a_repo_of_a_training_is_named(fetch, stub: StubHub) -> None:
+def test_folder_of_the_policy_in_a_training_repo_is_named(fetch, stub: StubHub) -> None:
     for step in ("000100", "000200"):
         where = f"checkpoints/{step}/pretrained_model"
         stub.push("someone/run", {f"{where}/config.json": b"{}", f"{where}/model.safetensors": b"x"})

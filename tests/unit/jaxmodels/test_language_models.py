@@ -1,4 +1,4 @@
-"""Policies built on a language model (SmolVLA, pi0, pi0.5), by golden checkpoints: folders, prompts and cameras."""
+"""Policies with a language model (SmolVLA, pi0, pi0.5), from golden checkpoints: folders, prompts and cameras."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def folder(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def recorded(folder: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """Observation and noise of a golden checkpoint."""
+    """Return the observation and the noise of a golden checkpoint."""
     with np.load(folder / "io.npz") as io:
         seen: dict[str, Any] = {
             name.removeprefix("in.0."): io[name] for name in io.files if name.startswith("in.0.observation")
@@ -52,7 +52,7 @@ def step(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [SMOLVLA, PI05])
-def test_a_tokenizer_is_of_the_model_and_never_fetched(
+def test_tokenizer_must_match_the_model_and_is_never_fetched(
     name: str, folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -121,7 +121,7 @@ def move_tensor(policy: Path) -> None:
     ],
     ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown", "no map"],
 )  # fmt: skip
-def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folder) -> None:
+def test_shards_that_contradict_their_index_are_refused(change, text: str, folder) -> None:
     policy = folder(SMOLVLA)
     split_weights(policy)
     change(policy)
@@ -143,7 +143,7 @@ def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folde
     ],
     ids=["length", "side", "name", "other type", "unknown", "order", "half relative", "other relative"],
 )  # fmt: skip
-def test_steps_that_mean_something_else_are_refused(name: str, change, text: str, folder) -> None:
+def test_steps_with_another_meaning_are_refused(name: str, change, text: str, folder) -> None:
     policy = folder(name)
     edit_json(policy / PREPROCESSOR, change)
     with pytest.raises(CheckpointError, match=text):
@@ -166,7 +166,7 @@ def test_invalid_statistics_of_a_robot_are_refused(name: str, content, text: str
         lerobot_folder.read_checkpoint(policy)
 
 
-def test_a_policy_of_a_language_model_says_what_it_needs(policies) -> None:
+def test_requirements_of_a_language_model_policy(policies) -> None:
     requirements = policies(SMOLVLA).requirements
     assert requirements.language
     assert requirements.cameras == {"front": (48, 72), "wrist": (60, 44)}
@@ -174,7 +174,7 @@ def test_a_policy_of_a_language_model_says_what_it_needs(policies) -> None:
     assert policies(RELATIVE).requirements.cameras == {"top": (40, 64)}
 
 
-def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, golden_folder) -> None:
+def test_camera_may_be_absent_and_unknown_camera_is_named(policies, golden_folder) -> None:
     policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
     with np.load(golden_folder(SMOLVLA) / "io.npz") as io:
         whole = io["out.0.chunk"]
@@ -206,7 +206,7 @@ def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, g
     ],
     ids=["other names", "unknown", "turned", "another case", "feature name", "taken", "one for two"],
 )
-def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_folder, tmp_path: Path) -> None:
+def test_cameras_may_be_renamed(rename, text, policies, golden_folder, tmp_path: Path) -> None:
     if text is not None:
         with pytest.raises(ConfigError, match=text):
             jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename)
@@ -217,7 +217,7 @@ def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_fo
     named = {name: value for name, value in seen.items() if "images" not in name}
     named |= {f"observation.images.{rename[camera]}": seen[f"observation.images.{camera}"] for camera in rename}
     np.testing.assert_array_equal(renamed.act(named, noise=noise), policy.act(seen, noise=noise))
-    # The policy's own front camera is absent now; the robot's camera of that name is another one.
+    # The policy's own front camera is absent now; the robot's camera with that name is another camera.
     alone = {name: value for name, value in named.items() if not name.endswith("top")}
     without = {name: value for name, value in seen.items() if not name.endswith("front")}
     np.testing.assert_array_equal(renamed.act(alone, noise=noise), policy.act(without, noise=noise))
@@ -225,7 +225,7 @@ def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_fo
     assert jaxmodels.read_requirements(tmp_path / "saved").cameras == renamed.requirements.cameras
 
 
-def test_other_instructions_run_in_the_same_program(policies, golden_folder) -> None:
+def test_other_instructions_use_the_same_program(policies, golden_folder) -> None:
     policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
     both = policy.act(seen, noise=noise)
     compiled = len(policy._programs._compiled)
@@ -234,7 +234,7 @@ def test_other_instructions_run_in_the_same_program(policies, golden_folder) -> 
     assert np.abs(other - both).max() > 1e-3
 
 
-def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_instruction_is_cut_and_logged(policies, golden_folder, caplog: pytest.LogCaptureFixture) -> None:
     policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
     words = " ".join(["cube"] * 60)
     policy.act(seen | {"task": [words, f"{words} and what is behind is not read"]}, noise=noise)
@@ -251,7 +251,7 @@ LONG = "pick up the cube and then " * 9
 
 
 def move_joints(policy: jaxmodels.Policy, seen: dict[str, Any], noise: np.ndarray, **more: Any) -> float:
-    """How much the actions change when the joints do."""
+    """Return how much the actions change when the joints change."""
     chunks = [
         policy.act({**seen, **more, "observation.state": np.full_like(seen["observation.state"], pose)}, noise=noise)
         for pose in (0.0, 20.0)
@@ -259,7 +259,7 @@ def move_joints(policy: jaxmodels.Policy, seen: dict[str, Any], noise: np.ndarra
     return float(np.abs(chunks[0] - chunks[1]).max())
 
 
-def test_a_long_task_is_shortened_and_the_joints_stay(policies, golden_folder, caplog) -> None:
+def test_long_task_is_shortened_and_joints_are_kept(policies, golden_folder, caplog) -> None:
     policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
     seen["task"] = [LONG] * len(seen["task"])
     assert policy.requirements.prompt_cuts == ("task", "lerobot")
@@ -273,7 +273,7 @@ def test_a_long_task_is_shortened_and_the_joints_stay(policies, golden_folder, c
     assert len([text for text in texts if "joints that the policy does not see" in text]) == 1
 
 
-def test_a_task_that_fits_is_the_same_for_both_cuts(policies, golden_folder, caplog) -> None:
+def test_task_that_fits_is_the_same_for_both_cuts(policies, golden_folder, caplog) -> None:
     policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
     for cut in ("task", "lerobot"):
         chunk = policy.act({**seen, "prompt_cut": [cut] * len(seen["task"])}, noise=noise)
@@ -291,7 +291,7 @@ def test_prompts_of_the_task_alone_are_cut_at_the_end(policies, golden_folder) -
     np.testing.assert_array_equal(policy.act(seen, noise=noise), cut)
 
 
-def test_a_policy_is_loaded_with_a_cut_of_its_prompts(policies, golden_folder) -> None:
+def test_policy_is_loaded_with_a_prompt_cut(policies, golden_folder) -> None:
     policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
     seen["task"] = [LONG] * len(seen["observation.state"])
     loaded = jaxmodels.load_policy(golden_folder(PI05), prompt_cut="lerobot", like=policy)
@@ -309,7 +309,7 @@ def test_a_policy_is_loaded_with_a_cut_of_its_prompts(policies, golden_folder) -
     ("text", "whole"),
     [(LONG, True), (LONG.replace(" ", "_"), True), ("cube" * 99, False), ("把方块" * 40, False), ("pick", True)],
 )
-def test_a_shortened_task_ends_with_a_word(policies, text: str, whole: bool) -> None:
+def test_shortened_task_ends_with_a_word(policies, text: str, whole: bool) -> None:
     prompts = policies(PI05)._prompts
     state = np.zeros(6, np.float32)
     short = prompts._shorten(text, state)
@@ -325,7 +325,7 @@ def test_a_shortened_task_ends_with_a_word(policies, text: str, whole: bool) -> 
     np.testing.assert_array_equal(prompts._tokenize(text, state, "task")[0], used[0])
 
 
-def test_a_state_that_fills_the_prompt_is_cut_and_said(policies, caplog) -> None:
+def test_state_that_fills_the_prompt_is_cut_and_logged(policies, caplog) -> None:
     checkpoint = policies(PI05).checkpoint
     config = replace(checkpoint.config, tokenizer_max_length=24)
     prompts = Prompts(config, Affine(np.zeros(6), np.ones(6), np.zeros(6)), checkpoint.tokenizer)
@@ -337,7 +337,7 @@ def test_a_state_that_fills_the_prompt_is_cut_and_said(policies, caplog) -> None
 
 
 @pytest.mark.parametrize("name", [SMOLVLA, PI05, RELATIVE])
-def test_a_saved_policy_is_the_same_policy(name: str, policies, golden_folder, tmp_path: Path) -> None:
+def test_saved_policy_is_the_same_policy(name: str, policies, golden_folder, tmp_path: Path) -> None:
     policy, (seen, noise) = policies(name), recorded(golden_folder(name))
     policy.save(tmp_path / "saved")
     again = jaxmodels.load_policy(tmp_path / "saved", like=policy)
@@ -345,7 +345,7 @@ def test_a_saved_policy_is_the_same_policy(name: str, policies, golden_folder, t
     assert np.array_equal(again.act(seen, noise=noise), policy.act(seen, noise=noise))
 
 
-def test_which_lerobot_is_meant_is_said_in_the_sidecar(folder, golden_folder) -> None:
+def test_sidecar_selects_the_lerobot_version(folder, golden_folder) -> None:
     policy, (seen, _) = folder(PI05), recorded(golden_folder(PI05))
     now = jaxmodels.load_policy(policy)._prompts
     (policy / "robojax.json").write_text('{"lerobot": "0.4"}')
@@ -361,7 +361,7 @@ def test_which_lerobot_is_meant_is_said_in_the_sidecar(folder, golden_folder) ->
 
 
 @pytest.mark.parametrize("name", [SMOLVLA, PI05, "diffusion_env_state_ddim"])
-def test_parts_of_a_policy_are_counted_and_timed_apart(name: str, policies) -> None:
+def test_parts_of_a_policy_are_counted_and_timed_separately(name: str, policies) -> None:
     policy, is_language = policies(name), "diffusion" not in name
     counts, times = policy.count_parameters(), policy.profile_stages(runs=1)
     assert [part.name for part in times] == (["vision", "prefix", "denoise"] if is_language else ["encode", "denoise"])
@@ -372,7 +372,7 @@ def test_parts_of_a_policy_are_counted_and_timed_apart(name: str, policies) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "platform", "expected"),
+    ("kind", "requested", "platform", "expected"),
     [
         ("smolvla", None, "gpu", "bfloat16"),
         ("pi05", None, "tpu", "bfloat16"),
@@ -383,5 +383,5 @@ def test_parts_of_a_policy_are_counted_and_timed_apart(name: str, policies) -> N
         ("diffusion", None, "gpu", "float32"),
     ],
 )
-def test_language_models_are_in_bfloat16_on_accelerators(kind: str, asked, platform: str, expected: str) -> None:
-    assert find_dtype(asked, platform, get_policy_type(kind).accelerator_dtype).name == expected
+def test_language_models_are_in_bfloat16_on_accelerators(kind: str, requested, platform: str, expected: str) -> None:
+    assert find_dtype(requested, platform, get_policy_type(kind).accelerator_dtype).name == expected

@@ -33,7 +33,7 @@ def loaded() -> dict[str, LoadedModel]:
 
 
 @pytest.mark.parametrize("name", ["discrete", "captions"])
-def test_a_forward_pass_by_names_is_the_call_of_the_model(name, loaded):
+def test_forward_by_names_equals_the_call_of_the_model(name, loaded):
     inputs = loaded[name].example(batch=2, seed=1)
     sample = loaded[name].forward(inputs)["sample"]
     call = {key: value for key, value in inputs.items() if "." not in key}
@@ -45,7 +45,7 @@ def test_a_forward_pass_by_names_is_the_call_of_the_model(name, loaded):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_description_is_json_and_says_what_the_model_takes_and_gives(name, loaded):
+def test_description_is_json_with_inputs_and_outputs(name, loaded):
     model = loaded[name]
     told = json.loads(json.dumps(dict(model.description)))
     assert (told["class"], told["kind"]) == ("Transformer2DModel", model._config.kind)
@@ -62,7 +62,7 @@ def test_the_description_is_json_and_says_what_the_model_takes_and_gives(name, l
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_without_a_required_input_the_model_says_which(name, loaded):
+def test_missing_required_input_is_named(name, loaded):
     model = loaded[name]
     for entry in model.inputs:
         if entry.is_required:
@@ -71,7 +71,7 @@ def test_without_a_required_input_the_model_says_which(name, loaded):
                 model.forward(inputs)
 
 
-def test_names_of_inputs_are_known(loaded):
+def test_unknown_input_is_refused_with_the_known_names(loaded):
     inputs = loaded["gated"].example()
     inputs["cross_attention_kwargs.gligen.objs"] = np.ones((1, 3, 32), np.float32)
     assert loaded["gated"].forward(inputs)["sample"].shape == (1, 32, 32, 32)
@@ -100,7 +100,7 @@ def test_names_of_inputs_are_known(loaded):
         ("captions", {"added_cond_kwargs.resolution": np.zeros((1, 3), np.float32)}, r"wanted \(1, 2\)"),
     ],
 )
-def test_wrong_arrays_are_refused_before_anything_is_compiled(name, wrong, text, loaded):
+def test_invalid_arrays_are_refused_before_compiling(name, wrong, text, loaded):
     model = loaded[name]
     kept = model.compiled_shapes
     for method in (model.cost, model.forward):
@@ -109,7 +109,7 @@ def test_wrong_arrays_are_refused_before_anything_is_compiled(name, wrong, text,
     assert model.compiled_shapes == kept
 
 
-def test_other_dtypes_of_the_same_numbers_are_not_compiled_again(loaded):
+def test_other_dtypes_of_the_same_numbers_are_not_recompiled(loaded):
     model = loaded["patches"]
     inputs = model.example()
     first = model.forward(inputs)["sample"]
@@ -126,7 +126,7 @@ def test_other_dtypes_of_the_same_numbers_are_not_compiled_again(loaded):
     assert model.is_compiled(others)
 
 
-def test_only_so_many_sets_of_shapes_are_kept_the_newest_used():
+def test_only_recently_used_shapes_are_kept():
     model = LoadedModel(small_transformer("discrete"), shapes_kept=2)
     inputs = {batch: model.example(batch) for batch in (1, 2, 3)}
     samples = {batch: model.forward(inputs[batch])["sample"] for batch in (1, 2)}
@@ -139,7 +139,7 @@ def test_only_so_many_sets_of_shapes_are_kept_the_newest_used():
         np.testing.assert_array_equal(model.forward(inputs[batch])["sample"], sample)
 
 
-def test_shapes_without_end_leave_numbers_as_they_were(loaded, monkeypatch):
+def test_endless_new_shapes_do_not_change_results(loaded, monkeypatch):
     monkeypatch.setattr(loaded_model, "CLEAR_AFTER", 2)
     model = LoadedModel(small_transformer("discrete"), shapes_kept=1)
     inputs = model.example() | {"hidden_states": np.array([[1, 2, 3]], np.int32)}
@@ -150,7 +150,7 @@ def test_shapes_without_end_leave_numbers_as_they_were(loaded, monkeypatch):
     assert model.compiled_shapes == 1
 
 
-def test_the_cost_grows_with_what_is_asked_and_knows_the_answer(loaded):
+def test_cost_grows_with_the_inputs_and_includes_the_output(loaded):
     model = loaded["patches"]
     small, large = model.example(1), model.example(1) | {"hidden_states": np.zeros((1, 4, 256, 256), np.float32)}
     model.forward(small)
@@ -164,16 +164,16 @@ def test_the_cost_grows_with_what_is_asked_and_knows_the_answer(loaded):
 
 
 @pytest.mark.parametrize(("heads", "layers", "published"), [(6, 12, 6.06e9), (16, 28, 118.64e9)], ids=["S/2", "XL/2"])
-def test_operations_are_estimated_as_published_for_dit(heads, layers, published):
+def test_operations_are_estimated_like_published_for_dit(heads, layers, published):
     width = {6: 64, 16: 72}[heads]
     config = Transformer2DConfig(heads, width, num_layers=layers, **{**CONFIGS["patches"], "sample_size": 32})
     matrices = layers * 12 * config.inner_dim**2
-    # https://arxiv.org/abs/2212.09748, table 9, counts a multiplication and an addition as one.
+    # https://arxiv.org/abs/2212.09748, table 9, counts a multiplication and an addition as one operation.
     cost = forward_cost(config, matrices, {"hidden_states": (1, 4, 32, 32)})
     assert cost.operations == pytest.approx(2 * published, rel=0.1)
 
 
-def test_memory_is_estimated_near_what_the_compiler_says(loaded):
+def test_memory_estimate_is_near_the_compilers(loaded):
     for name, size in (("continuous", (4, 32, 48, 48)), ("patches", (16, 4, 64, 64))):
         model = loaded[name]
         inputs = model.example(size[0]) | {"hidden_states": np.zeros(size, np.float32)}
@@ -190,7 +190,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_folder_is_loaded_and_gives_the_same_numbers(folder, loaded):
+def test_loaded_folder_gives_the_same_numbers(folder, loaded):
     words: list[str] = []
     model = load_model(folder, on_progress=words.append)
     inputs = model.example(2)
@@ -200,7 +200,7 @@ def test_a_folder_is_loaded_and_gives_the_same_numbers(folder, loaded):
     assert again.description == model.description
 
 
-def test_a_model_in_bfloat16_answers_in_float32(folder, loaded):
+def test_model_in_bfloat16_returns_float32(folder, loaded):
     model = load_model(folder, dtype="bfloat16")
     inputs = model.example()
     sample = model.forward(inputs)["sample"]
@@ -210,9 +210,10 @@ def test_a_model_in_bfloat16_answers_in_float32(folder, loaded):
     assert model.forward(inputs)["sample"].shape == sample.shape
 
 
-def test_what_cannot_be_loaded_is_refused_with_the_reason(folder, tmp_path, monkeypatch):
+def test_unloadable_model_is_refused_with_the_reason(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
-    with pytest.raises(HubError, match="neither a folder here nor a repo id"):  # and no part of a repo `parent/folder`
+    # It is not read as a subfolder of the repo `parent/folder`.
+    with pytest.raises(HubError, match="neither a folder here nor a repo id"):
         is_model(f"{folder.parent.name}/{folder.name}/mistyped")
     for error, words, path, options in (
         (HubError, "neither a folder here nor a repo id", tmp_path / "nothing", {}),
@@ -226,7 +227,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(folder, tmp_path, monk
             load_model(path, **options)
 
 
-def test_a_folder_of_diffusers_is_told_from_a_policy(folder, tmp_path):
+def test_folder_of_diffusers_is_distinguished_from_a_policy(folder, tmp_path):
     assert is_model(folder)
     assert is_model("owner/name/transformer")
     assert is_model("owner/name", subfolder="transformer")

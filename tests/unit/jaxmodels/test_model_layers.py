@@ -1,4 +1,4 @@
-"""Layers against plain formulas."""
+"""Layers compared with plain formulas."""
 
 import math
 
@@ -22,7 +22,7 @@ def numbers(*shape: int, seed: int = 0) -> jax.Array:
 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
-def test_winograds_convolution_is_the_ordinary_one(batch: int, height: int, width: int, channels: int) -> None:
+def test_winograd_convolution_equals_the_plain_convolution(batch: int, height: int, width: int, channels: int) -> None:
     x, kernel = numbers(batch, height, width, channels), numbers(3, 3, channels, 4, seed=1)
     transformed = jnp.asarray(vision.transform_winograd_kernel(np.asarray(kernel)))
 
@@ -36,7 +36,7 @@ def test_winograds_convolution_is_the_ordinary_one(batch: int, height: int, widt
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
-def test_gelu_is_the_exact_one_and_glu_gates_with_the_second_half() -> None:
+def test_gelu_is_exact_and_glu_gates_with_the_second_half() -> None:
     x = numbers(1, 1, 4)
     gelu = FeedForward(4, 4, LEROBOT_ACTIVATIONS["gelu"], rngs=nnx.Rngs(0))
     up = np.asarray(gelu.up(x), np.float64)
@@ -57,7 +57,7 @@ def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
 
 
 def test_batch_norm_learns_statistics_and_serves_with_them() -> None:
-    """As torch.nn.BatchNorm2d, which normalizes by the biased variance and remembers a tenth of the unbiased one."""
+    """Like torch.nn.BatchNorm2d, normalize by the biased variance and store a tenth of the unbiased variance."""
     layer, x = BatchNorm(3), numbers(4, 2, 5, 3) * 3 + 1
     layer.scale[...] = jnp.full(3, 2.0)
     layer.train()
@@ -70,11 +70,11 @@ def test_batch_norm_learns_statistics_and_serves_with_them() -> None:
     np.testing.assert_allclose(layer(x), served, rtol=1e-5, atol=1e-5)
 
 
-def test_a_max_pool_passes_its_gradient_to_the_first_of_the_largest() -> None:
+def test_max_pool_passes_its_gradient_to_the_first_maximum() -> None:
     x = jnp.zeros((1, 4, 4, 1)).at[0, 2, 3, 0].set(1.0)
     slope = np.asarray(jax.jit(jax.grad(lambda x: max_pool(x).sum()))(x))[0, :, :, 0]
-    assert slope.sum() == 4  # of four windows
-    assert slope[0, 0] == slope[0, 1] == slope[1, 0] == 1  # as in PyTorch; elsewhere all are equal
+    assert slope.sum() == 4  # Four windows.
+    assert slope[0, 0] == slope[0, 1] == slope[1, 0] == 1  # PyTorch does the same for equal values.
     assert slope[2, 3] == 1
 
 
@@ -87,7 +87,7 @@ def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
     assert dropout(x, 0.0, nnx.Rngs(dropout=0)) is x
 
 
-def test_a_cpu_computes_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_computes_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = FeedForward(8, 64, DIFFUSERS_ACTIVATIONS["geglu"], rngs=nnx.Rngs(0))
     x = numbers(2, 15, 8)
 
@@ -99,6 +99,6 @@ def test_a_cpu_computes_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) ->
 
     whole = pair()
     monkeypatch.setattr(feed_forward, "HIDDEN", 100)
-    monkeypatch.setattr(feed_forward, "ROWS", 7)  # the last part is not full
+    monkeypatch.setattr(feed_forward, "ROWS", 7)  # The last part is not full.
     for part, other in zip(pair(), whole, strict=True):
         np.testing.assert_allclose(part, other, rtol=1e-5, atol=1e-5)

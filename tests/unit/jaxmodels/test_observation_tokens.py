@@ -1,4 +1,4 @@
-"""What policies on the 2D transformer look at."""
+"""Observation tokens of policies on the 2D transformer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,21 +27,21 @@ CONFIG = Diffusion2dConfig(
     n_layers=1,
     text_encoder=dataclasses.replace(TextConfig(), length=5, width=12, n_heads=2, n_layers=1),
 )
-PIXELS, LETTERS = 2 * 3, 5  # of a 32x48 frame's feature map; of an instruction
+PIXELS, LETTERS = 2 * 3, 5  # Size of a 32x48 frame's feature map, and of an instruction.
 
 
 def numbers(seed: int, *shape: int) -> jax.Array:
     return jax.device_put(np.random.default_rng(seed).normal(size=(2, *shape)).astype(np.float32))
 
 
-def said(seed: int = 0) -> Language:
-    """Instructions of which the last two letters do not count."""
+def language(seed: int = 0) -> Language:
+    """Return instructions whose last two letters are masked."""
     return Language(numbers(seed, LETTERS, 12), jnp.arange(LETTERS)[None] < jnp.full((2, 1), 3))
 
 
 def seen(seed: int = 0, **others: Any) -> Observation:
     images = numbers(seed + 10, 32, 48, 3), numbers(seed + 20, 32, 48, 3)
-    return Observation(images, numbers(seed + 30, 4), numbers(seed + 40, 2), None, said(seed))._replace(**others)
+    return Observation(images, numbers(seed + 30, 4), numbers(seed + 40, 2), None, language(seed))._replace(**others)
 
 
 def looking(config: Diffusion2dConfig) -> Callable[[Observation], Any]:
@@ -57,15 +57,15 @@ def look() -> Callable[[Observation], Any]:
     return looking(CONFIG)
 
 
-def test_tokens_hold_all_features_and_the_instruction(look) -> None:
+def test_tokens_include_all_features_and_the_instruction(look) -> None:
     tokens, mask = look(seen())
     assert tokens.shape == (2, 1 + 1 + 2 * PIXELS + LETTERS, 16)
     assert mask.tolist() == [[True] * (2 + 2 * PIXELS) + [True] * 3 + [False] * 2] * 2
 
 
-def test_what_the_mask_leaves_out_changes_no_other_token(look) -> None:
+def test_masked_values_do_not_change_other_tokens(look) -> None:
     observation = seen()
-    words = said()
+    words = language()
     other = words._replace(tokens=jnp.where(words.mask[..., None], words.tokens, 9.0))
     tokens, mask = look(observation)
     again, _ = look(observation._replace(language=other))
@@ -83,6 +83,6 @@ def test_tokens_without_language_and_without_encoder_layers() -> None:
     assert np.abs(moved[:, 0] - plain[:, 0]).max() > 0.1
 
 
-def test_an_observation_without_an_instruction_is_refused(look) -> None:
+def test_observation_without_an_instruction_is_refused(look) -> None:
     with pytest.raises(InputError, match="no language"):
         look(seen(language=None))

@@ -1,4 +1,4 @@
-"""Checkpoints of openpi: trees, statistics and transforms of robots, against openpi's arithmetic."""
+"""Checkpoints of openpi: trees, statistics and transforms of robots, compared with openpi's arithmetic."""
 
 import json
 from functools import lru_cache
@@ -29,7 +29,7 @@ DROID = {"config": "pi05_droid", **SMALL}
 
 
 def list_arrays(kind: str, weights: dict[str, np.ndarray], config: Any) -> dict[str, np.ndarray]:
-    """The arrays of a tree of openpi's: layers on one axis, heads on axes of their own."""
+    """Return the arrays of an openpi tree, with separate axes for layers and heads."""
     layers = range(TINY_GEMMA["depth"])
     tree: dict[str, np.ndarray] = {}
 
@@ -96,7 +96,7 @@ def write_openpi(
     is_ocdbt: bool = True,
     changes: dict[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """A checkpoint as openpi writes it, of random weights, which are returned by our names."""
+    """Write a checkpoint as openpi does, and return its random weights by our names."""
     from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
     said = read_openpi_config(openpi)
@@ -141,7 +141,7 @@ FLIP = np.array([1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1])
 
 
 def decode_aloha(state: np.ndarray) -> np.ndarray:
-    """As openpi/policies/aloha_policy.py: _decode_state."""
+    """Decode a state like _decode_state in openpi/policies/aloha_policy.py."""
     decoded = FLIP * state
     fingers = decoded[..., [6, 13]] * (0.05800 - 0.01844) + 0.01844
     sine = (0.022**2 + fingers**2 - 0.036**2) / (2 * 0.022 * fingers)
@@ -150,13 +150,13 @@ def decode_aloha(state: np.ndarray) -> np.ndarray:
 
 
 def encode_aloha(actions: np.ndarray) -> np.ndarray:
-    """As openpi/policies/aloha_policy.py: _encode_actions."""
+    """Encode actions like _encode_actions in openpi/policies/aloha_policy.py."""
     encoded = FLIP * actions
     encoded[..., [6, 13]] = (encoded[..., [6, 13]] + 0.5476 + 0.6213) / (1.4910 + 0.6213)
     return encoded
 
 
-# Config, widths of state and action, prompt of "push_the block" for the state's numbers.
+# Config, widths of state and action, prompt of "push_the block" with a place for the state's numbers.
 CASES = {
     "pi0_aloha": (14, 14, "push the block\n"),
     "pi05_aloha": (14, 14, "Task: push the block, State: {};\nAction: "),
@@ -166,13 +166,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_of_openpi_acts_as_openpis_transforms_say(name: str, tmp_path: Path) -> None:
+def test_openpi_checkpoint_acts_like_the_transforms_of_openpi(name: str, tmp_path: Path) -> None:
     width, actions, prompt = CASES[name]
     weights = write_openpi(tmp_path, {"config": name, **SMALL})
     policy, said = jaxmodels.load_policy(tmp_path), CONFIGS[name]
     config: Any = policy.checkpoint.config
     needs = policy.requirements
-    # Statistics of ALOHA's joints are those of mapped joints, which no robot reports.
+    # Statistics of ALOHA's joints belong to mapped joints, which robots do not report.
     assert (needs.state_statistics is None) is ("aloha" in name)
     assert (needs.policy_type, needs.state, needs.action, needs.chunk) == (said.model, width, actions, 4)
     assert needs.controls_joints == ("libero" not in name)
@@ -247,7 +247,7 @@ def test_trees_of_either_format_are_read_and_saved(value: bool, is_ocdbt: bool, 
 @lru_cache
 def write_lora(rank: int) -> dict[str, np.ndarray]:
     random, base = np.random.default_rng(1), "PaliGemma/llm/layers"
-    heads, head, width, hidden = 2, 4, 8, 12  # of the expert
+    heads, head, width, hidden = 2, 4, 8, 12  # Sizes of the expert.
     shapes = {
         f"{base}/attn/q_einsum_1/lora_a": (2, heads, width, rank),
         f"{base}/attn/q_einsum_1/lora_b": (2, heads, rank, head),
@@ -287,7 +287,7 @@ def test_updates_of_attention_outputs_are_summed_over_heads() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_images_are_resized_as_openpis_clients_do() -> None:
+def test_images_are_resized_like_in_openpi_clients() -> None:
     image = pytest.importorskip("PIL.Image")
     random = np.random.default_rng(0)
     for height, width in ((48, 64), (30, 17), (28, 20)):
@@ -301,7 +301,7 @@ def test_images_are_resized_as_openpis_clients_do() -> None:
         np.testing.assert_array_equal(np.round(np.asarray(ours)), np.asarray(canvas))
 
 
-def test_joints_of_aloha_are_turned_and_back_for_a_plan_that_is_continued() -> None:
+def test_joints_of_aloha_are_mapped_back_for_a_continued_plan() -> None:
     random = np.random.default_rng(4)
     state, actions = random.uniform(0, 1, (3, 14)), random.uniform(-1, 1, (3, 4, 14))
     np.testing.assert_allclose(AlohaJoints.read_state(state), decode_aloha(state.copy()), atol=1e-6)
@@ -356,7 +356,7 @@ def test_openpi_folders_of_another_config_are_refused(tmp_path: Path) -> None:
     assert set(CONFIGS) >= {"pi0_aloha_sim", "pi0_droid", "pi05_droid", "pi0_libero", "pi05_libero"}
 
 
-def test_openpi_statistics_that_are_missing_are_refused_when_described_too(tmp_path: Path) -> None:
+def test_missing_openpi_statistics_are_refused_without_loading(tmp_path: Path) -> None:
     folder = tmp_path / "pi05_droid"
     openpi = {"openpi": DROID}
     write_openpi(folder, DROID)

@@ -1,4 +1,4 @@
-"""pi0 and pi0.5: their configs, prompts, weights, memory, and what a chunk depends on."""
+"""pi0 and pi0.5: configs, prompts, weights, memory, and dependencies of a chunk."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def read(name: str = "pi0_two_cameras", **changes: Any) -> Pi0Config:
         ({"architecture": TINY | {"vision": {"hidden_size": 9}}}, "not a multiple of num_attention_heads 16"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
+def test_invalid_config_is_refused_with_accepted_values(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         read(**changes)
 
@@ -94,7 +94,7 @@ def test_tied_embeddings_and_names_without_a_root_are_read(golden_folder, tmp_pa
 
 
 @pytest.mark.parametrize(("lerobot", "darkest"), [("0.6", -1), ("0.4", -3)])
-def test_images_are_padded_on_both_sides_as_that_lerobot_does(lerobot: str, darkest: int) -> None:
+def test_images_are_padded_like_in_each_lerobot_version(lerobot: str, darkest: int) -> None:
     image = jnp.full((1, 28, 56, 3), 0.75)
     square = fit_into_square(read(lerobot=lerobot), image)[0]
     assert square.shape == (56, 56, 3)
@@ -102,23 +102,23 @@ def test_images_are_padded_on_both_sides_as_that_lerobot_does(lerobot: str, dark
 
 
 @pytest.mark.parametrize(("kind", "parameters"), [("pi0", 3_238_046_480), ("pi05", 3_353_431_824)])
-def test_policies_of_full_size_have_the_parameters_that_they_are_known_for(kind: str, parameters: int) -> None:
+def test_policies_of_full_size_have_their_published_parameters(kind: str, parameters: int) -> None:
     values = read_file(f"{kind}_two_cameras", "config.json") | {"image_resolution": [224, 224]}
     policy_type = get_policy_type(kind)
     assert blueprint_of(policy_type.model, policy_type.config(values)).count_parameters() == parameters
 
 
-def test_a_prompt_of_pi0_ends_with_a_line() -> None:
+def test_prompt_of_pi0_ends_with_a_newline() -> None:
     assert [read().format_prompt(task) for task in ("push", "push\n")] == ["push\n"] * 2
 
 
 @pytest.mark.parametrize(("lerobot", "padding"), [("0.6", ""), ("0.4", " 128" * 26)])
-def test_a_prompt_of_pi05_says_the_normalised_state(lerobot: str, padding: str) -> None:
+def test_prompt_of_pi05_includes_the_normalised_state(lerobot: str, padding: str) -> None:
     config = read("pi05_two_cameras", lerobot=lerobot)
     assert isinstance(config, Pi05Config)
     state = np.array([-1.01, -1, 0, 127 / 128, 5, -0.5], np.float32)
-    wanted = f"Task: push the block, State: -1 0 128 255 255 64{padding};\nAction: "
-    assert config.format_prompt(" push_the\nblock ", state) == wanted
+    expected = f"Task: push the block, State: -1 0 128 255 255 64{padding};\nAction: "
+    assert config.format_prompt(" push_the\nblock ", state) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_a_prompt_of_pi05_says_the_normalised_state(lerobot: str, padding: str) 
         ({"use_relative_actions": False}, None),
     ],
 )
-def test_actions_are_relative_but_for_those_of_excluded_names(changes: dict[str, Any], mask: Any) -> None:
+def test_actions_are_relative_except_for_excluded_names(changes: dict[str, Any], mask: Any) -> None:
     assert read("pi05_relative_actions", **changes).relative_action_mask == mask
 
 
-def test_actions_cannot_be_relative_to_a_state_that_is_shorter() -> None:
+def test_relative_actions_need_a_state_of_equal_length() -> None:
     short = read_file("pi05_relative_actions", "config.json")["input_features"]
     short["observation.state"]["shape"] = [6]
     with pytest.raises(ConfigError, match="the state has 6 numbers for 7 of an action"):
@@ -145,14 +145,14 @@ def test_actions_cannot_be_relative_to_a_state_that_is_shorter() -> None:
 
 @lru_cache
 def tiny(kind: str, **more: Any) -> Any:
-    """`act` of a policy that compiles quickly."""
+    """Return `act` of a policy that compiles quickly."""
     config, policy, weights = tiny_parts(kind, **more)
     return jax.jit(lambda observation: policy.act(config, weights, observation))
 
 
 @lru_cache
 def tiny_parts(kind: str, **more: Any) -> Any:
-    """Config, type and weights of a policy that compiles quickly."""
+    """Return config, type and weights of a policy that compiles quickly."""
     changes = {"architecture": TINY, "image_resolution": [28, 28], "chunk_size": 4, "n_action_steps": 4}
     changes |= {"num_inference_steps": 2, "tokenizer_max_length": 5, "max_action_dim": 8, **more}
     config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
@@ -160,7 +160,7 @@ def tiny_parts(kind: str, **more: Any) -> Any:
     random = np.random.default_rng(0)
     weights = {name: np.float32(random.normal(size=entry.shape, scale=0.4)) for name, entry in shapes.items()}
     weights = jax.device_put(weights)
-    weights["action_out.kernel"] /= 8  # a flow that two steps can follow
+    weights["action_out.kernel"] /= 8  # Two steps can follow this flow.
     return config, policy, weights
 
 
@@ -175,7 +175,7 @@ def observe(**changes: Any) -> Observation:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chunk_depends_on_everything_that_is_not_masked(kind: str) -> None:
+def test_chunk_depends_on_all_unmasked_inputs(kind: str) -> None:
     act = tiny(kind)
     seen = observe()
     chunk = np.asarray(act(seen))
@@ -194,11 +194,11 @@ def test_a_chunk_depends_on_everything_that_is_not_masked(kind: str) -> None:
     masked = seen._replace(image_masks=masks)
     hidden = (seen.images[0], np.where(masks[:, 1][:, None, None, None], seen.images[1], np.float32(0)))
     np.testing.assert_array_equal(act(masked), act(masked._replace(images=hidden)))
-    assert differs(state=-seen.state) == [kind == "pi0"] * 2  # pi0.5 reads it in its prompt
+    assert differs(state=-seen.state) == [kind == "pi0"] * 2  # pi0.5 reads the state in its prompt.
     assert differs(images=(1 - seen.images[0], seen.images[1])) == [True, True]
 
 
-def test_an_absent_camera_is_a_masked_one() -> None:
+def test_absent_camera_equals_a_masked_camera() -> None:
     act = tiny("pi0")
     seen = observe()
     masked = act(seen._replace(image_masks=np.array([[True, False]] * 2)))
@@ -209,7 +209,7 @@ def test_an_absent_camera_is_a_masked_one() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_is_continued_and_padding_of_actions_is_not_pulled(kind: str) -> None:
+def test_plan_is_continued_without_guiding_padded_actions(kind: str) -> None:
     act = tiny(kind)
     seen = observe()
     plan: Any = seen.prefix
@@ -223,7 +223,7 @@ def test_a_plan_is_continued_and_padding_of_actions_is_not_pulled(kind: str) -> 
     assert np.abs(continued[1, 2:] - plan.actions[1, 2:]).mean() < np.abs(plain[1, 2:] - plan.actions[1, 2:]).mean()
 
 
-def test_a_pi05_trained_with_delays_begins_with_the_plan() -> None:
+def test_pi05_trained_with_delays_begins_with_the_plan() -> None:
     act = tiny("pi05", rtc_training_max_delay=2)
     config, policy, weights = tiny_parts("pi05", rtc_training_max_delay=2)
     seen = observe()
@@ -232,7 +232,7 @@ def test_a_pi05_trained_with_delays_begins_with_the_plan() -> None:
     chunk = np.asarray(act(seen._replace(prefix=plan._replace(delay=delay, length=length))))
 
     def lerobot(observation: Observation) -> jax.Array:
-        """Insert the prefix before and after every step, with a time for each action, as LeRobot's PR 4056 does."""
+        """Insert the prefix before and after each step, with a time for each action, as in LeRobot's PR 4056."""
         model = blueprint_of(policy.model, config).assemble(weights)
         cache = model.encode(observation)
         noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)

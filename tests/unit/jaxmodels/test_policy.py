@@ -1,4 +1,4 @@
-"""A policy that acts: observations checked, shapes compiled once, weights swapped without compiling."""
+"""A policy at inference: checked observations, one compilation per shape, weight swaps without compilation."""
 
 import dataclasses
 import subprocess
@@ -26,7 +26,7 @@ def policy(config, checkpoint_of):
     return jaxmodels.Policy(checkpoint_of(config, rate=25.0))
 
 
-def test_requirements_say_what_a_robot_must_bring(policy) -> None:
+def test_requirements_list_the_inputs_from_a_robot(policy) -> None:
     assert policy.requirements == jaxmodels.Requirements(
         policy_type="act",
         cameras={"front": (32, 32), "wrist": (32, 32)},
@@ -43,7 +43,7 @@ def test_requirements_say_what_a_robot_must_bring(policy) -> None:
     assert policy.dtype == "float32"
 
 
-def test_a_chunk_has_a_row_per_step_and_stages_are_timed(config, checkpoint_of, observation_of) -> None:
+def test_chunk_has_a_row_per_step_and_stages_are_timed(config, checkpoint_of, observation_of) -> None:
     policy = jaxmodels.Policy(checkpoint_of(config))
     assert dict(policy.timings) == {}
     chunk = policy.act(observation_of(config, batch=2))
@@ -55,7 +55,7 @@ def test_a_chunk_has_a_row_per_step_and_stages_are_timed(config, checkpoint_of, 
     assert all(seconds >= 0 for seconds in policy.timings.values())
 
 
-def test_every_camera_and_the_state_matter(policy, config, observation_of) -> None:
+def test_chunk_depends_on_each_camera_and_the_state(policy, config, observation_of) -> None:
     observation = observation_of(config)
     wanted = policy.act(observation)
     for name, array in observation.items():
@@ -94,7 +94,7 @@ def test_compiling_is_done_once_per_shape(config, checkpoint_of, observation_of)
         policy.compile(0)
 
 
-def test_compiling_in_one_thread_leaves_another_free_to_act(config, checkpoint_of, observation_of) -> None:
+def test_compiling_in_one_thread_does_not_block_another(config, checkpoint_of, observation_of) -> None:
     policy = jaxmodels.Policy(checkpoint_of(config))
     policy.compile()
     observation = observation_of(config)
@@ -130,7 +130,7 @@ def test_compiling_in_one_thread_leaves_another_free_to_act(config, checkpoint_o
         ({"images.front": np.zeros((2, 32, 32, 3), np.uint8)}, "different batch sizes: .*front': 2"),
     ],
 )
-def test_an_observation_that_does_not_fit_says_why(policy, config, observation_of, changes, words: str) -> None:
+def test_invalid_observation_is_refused_with_the_reason(policy, config, observation_of, changes, words: str) -> None:
     with pytest.raises(ObservationError, match=words):
         policy.act(observation_of(config) | {f"observation.{name}": array for name, array in changes.items()})
 
@@ -152,7 +152,7 @@ def test_unread_features_and_other_dtypes_of_numbers_are_accepted(policy, config
     np.testing.assert_array_equal(policy.act(other), policy.act(observation))
 
 
-def test_a_swap_of_weights_compiles_nothing(config, checkpoint_of, observation_of, monkeypatch) -> None:
+def test_swap_of_weights_does_not_compile(config, checkpoint_of, observation_of, monkeypatch) -> None:
     first, second = checkpoint_of(config, seed=0), checkpoint_of(config, seed=1)
     policy = jaxmodels.Policy(first)
     policy.compile()
@@ -166,7 +166,7 @@ def test_a_swap_of_weights_compiles_nothing(config, checkpoint_of, observation_o
     swapped = policy.with_weights(second)
     assert swapped.is_compiled()
     np.testing.assert_array_equal(swapped.act(observation), wanted)
-    np.testing.assert_array_equal(policy.act(observation), before)  # the old one still acts as before
+    np.testing.assert_array_equal(policy.act(observation), before)  # The old policy still acts as before.
     other_names = dataclasses.replace(config, optimizer_lr=1e-3, kl_weight=1.0, repo_id="someone/else")
     assert policy.fits(checkpoint_of(other_names))
     with pytest.raises(ConfigError, match="another architecture"):
@@ -184,7 +184,7 @@ def test_loading_like_a_policy_shares_its_programs(config, checkpoint_of, tmp_pa
     assert not jaxmodels.load_policy(tmp_path / "second", dtype="bfloat16", like=policy).is_compiled()
 
 
-def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_of, observation_of) -> None:
+def test_bfloat16_is_requested_by_name_and_close(config, checkpoint_of, observation_of) -> None:
     checkpoint = checkpoint_of(config)
     exact, half = jaxmodels.Policy(checkpoint), jaxmodels.Policy(checkpoint, dtype="bfloat16")
     observation = observation_of(config)
@@ -198,13 +198,13 @@ def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_of, observati
 
 
 @pytest.mark.parametrize("name", ["abacus", "cpu:99", "cpu:x"])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, checkpoint_of, name: str) -> None:
+def test_unknown_device_is_refused_with_the_existing_devices(config, checkpoint_of, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"device is '{name}'; found {jax.devices()[0].platform}:0"):
         jaxmodels.Policy(checkpoint_of(config), device=name)
 
 
 @pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
-def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path) -> None:
+def test_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", "./nothing", "~nobody/x", ""):
         with pytest.raises(HubError, match="neither a folder here nor a repo id"):
             read(path)
@@ -213,17 +213,17 @@ def test_a_path_that_is_neither_folder_nor_repo_is_refused(read, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_programs")
-@pytest.mark.parametrize(("asked", "kept"), [(None, "robojax/xla"), ("here", "here"), ("off", None)])
-def test_the_compile_cache_is_where_the_environment_says(asked, kept, monkeypatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("requested", "kept"), [(None, "robojax/xla"), ("here", "here"), ("off", None)])
+def test_environment_selects_the_compile_cache(requested, kept, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ROBOJAX_COMPILE_CACHE", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", asked if asked == "off" else str(tmp_path / asked))
+    if requested is not None:
+        monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", requested if requested == "off" else str(tmp_path / requested))
     assert use_compile_cache() == (None if kept is None else tmp_path / kept)
 
 
 @pytest.mark.usefixtures("no_programs")
-def test_an_unwritable_cache_only_costs_time(monkeypatch, tmp_path: Path, caplog) -> None:
+def test_unwritable_cache_costs_only_time(monkeypatch, tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level("INFO", "jaxmodels.cache_dirs"):
@@ -249,7 +249,7 @@ assert not foreign, foreign
 """
 
 
-def test_a_fresh_process_needs_no_torch_and_fills_the_cache(small, checkpoint_of, tmp_path: Path, monkeypatch) -> None:
+def test_new_process_needs_no_torch_and_fills_the_cache(small, checkpoint_of, tmp_path: Path, monkeypatch) -> None:
     lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(small()))
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "cache"))
 

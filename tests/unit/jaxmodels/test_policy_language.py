@@ -1,4 +1,4 @@
-"""Policies that read instructions encode each text once, apart from the program that acts."""
+"""Policies that read instructions encode each text once, outside of the inference program."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def counted(policy: jaxmodels.Policy, monkeypatch: pytest.MonkeyPatch) -> list[i
     return encoded
 
 
-def test_a_text_is_encoded_once(policy, monkeypatch) -> None:
+def test_text_is_encoded_once(policy, monkeypatch) -> None:
     encoded = counted(policy, monkeypatch)
     policy.act(seen("one"))
     policy.act(seen("one"))
@@ -47,14 +47,14 @@ def test_a_text_is_encoded_once(policy, monkeypatch) -> None:
     assert len(encoded) == 3
 
 
-def test_other_weights_read_a_text_again(policy) -> None:
+def test_other_weights_encode_a_text_again(policy) -> None:
     before = policy.act(seen(RED))
     other = policy.with_weights(make_checkpoint(CONFIG, seed=1))
     assert np.abs(other.act(seen(RED)) - before).max() > 1e-3
     np.testing.assert_array_equal(policy.act(seen(RED)), before)
 
 
-def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None:
+def test_compile_includes_the_text_program(policy, monkeypatch) -> None:
     assert policy.is_compiled()
     monkeypatch.setattr(policy._programs, "_compile", lambda *arguments: pytest.fail("compiled again"))
     policy.act(seen("never seen before"))
@@ -73,7 +73,7 @@ def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None
         (["x" * 24], "24 bytes; this policy reads 23"),
     ],
 )
-def test_what_is_no_instruction_is_refused(policy, tasks, words: str) -> None:
+def test_invalid_instruction_is_refused(policy, tasks, words: str) -> None:
     observation = seen(RED)
     del observation[TASK]
     if tasks is not None:
@@ -82,7 +82,7 @@ def test_what_is_no_instruction_is_refused(policy, tasks, words: str) -> None:
         policy.act(observation)
 
 
-def test_bfloat16_reads_nearly_the_same(policy) -> None:
+def test_bfloat16_text_encoding_is_close(policy) -> None:
     half = jaxmodels.Policy(make_checkpoint(CONFIG), dtype="bfloat16")
     wanted = policy.act(seen(RED))
     assert np.abs(half.act(seen(RED)) - wanted).max() <= 0.02 * np.abs(wanted).max()

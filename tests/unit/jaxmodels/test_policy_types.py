@@ -1,4 +1,4 @@
-"""What every type of policy that is trained here does: its folder, answers, continued plans, config, and loss."""
+"""Properties of each trained policy type: folder, chunks, continued plans, config, and loss."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ def policy(kind: str) -> jaxmodels.Policy:
 
 
 @every_type
-def test_a_folder_is_read_as_it_was_written(kind: str, policy: jaxmodels.Policy, tmp_path: Path) -> None:
+def test_folder_survives_a_round_trip(kind: str, policy: jaxmodels.Policy, tmp_path: Path) -> None:
     policy.save(tmp_path / "policy")
     needs = jaxmodels.read_requirements(tmp_path / "policy")
     assert (needs.policy_type, needs.chunk, needs.action_steps, needs.action) == (kind, CHUNK, 4, ACTION)
@@ -61,7 +61,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, policy: jaxmodels.Policy,
 
 
 @every_type
-def test_answers_do_not_depend_on_the_rest_of_the_batch(kind: str, policy: jaxmodels.Policy) -> None:
+def test_chunks_do_not_depend_on_the_rest_of_the_batch(kind: str, policy: jaxmodels.Policy) -> None:
     plans = (plan([0, 3, 2], [0, 8, 5]), plan([1, 1, 1], [8, 8, 8], seed=8)) if kind in WITH_PREFIX else ({}, {})
     observation = {**observe(CONFIGS[kind]), **plans[0]}
     answer = policy.act(observation)
@@ -70,21 +70,22 @@ def test_answers_do_not_depend_on_the_rest_of_the_batch(kind: str, policy: jaxmo
         others = {name: array.copy() for name, array in {**observe(CONFIGS[kind], seed=7), **plans[1]}.items()}
         for name, array in others.items():
             array[(member + 1) % 3] = observation[name][member]
-        np.testing.assert_allclose(policy.act(others)[(member + 1) % 3], answer[member], atol=1e-3)  # of 100
+        # In a range of 100.
+        np.testing.assert_allclose(policy.act(others)[(member + 1) % 3], answer[member], atol=1e-3)
 
 
 @with_prefix
-def test_an_empty_plan_changes_nothing(kind: str, policy: jaxmodels.Policy) -> None:
+def test_empty_plan_has_no_effect(kind: str, policy: jaxmodels.Policy) -> None:
     observation = observe(CONFIGS[kind])
     plain = policy.act(observation)
     np.testing.assert_array_equal(policy.act({**observation, **plan([0, 0, 0], [0, 0, 0])}), plain)
     mixed = policy.act({**observation, **plan([0, 4, 0], [0, 8, 0])})
     np.testing.assert_allclose(mixed[::2], plain[::2], atol=1e-4)
-    assert np.abs(mixed[1, 4:] - plain[1, 4:]).max() > 1  # the rest depends on what it goes on from
+    assert np.abs(mixed[1, 4:] - plain[1, 4:]).max() > 1  # The rest of the chunk depends on the plan.
 
 
 @with_prefix
-def test_a_chunk_begins_with_what_will_have_been_executed(kind: str, policy: jaxmodels.Policy) -> None:
+def test_chunk_begins_with_the_executed_actions(kind: str, policy: jaxmodels.Policy) -> None:
     given = plan([0, 3, 8], [8, 6, 8])
     chunk, planned = policy.act({**observe(CONFIGS[kind]), **given}), given[PREFIX_ACTIONS]
     tolerance = {"tokens2d": 1e-5}.get(kind, 1e-4)
@@ -93,7 +94,7 @@ def test_a_chunk_begins_with_what_will_have_been_executed(kind: str, policy: jax
 
 
 @with_prefix
-def test_every_delay_runs_in_one_program(policy: jaxmodels.Policy, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_delays_run_in_one_program(policy: jaxmodels.Policy, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy.compile(3)
 
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -106,7 +107,7 @@ def test_every_delay_runs_in_one_program(policy: jaxmodels.Policy, kind: str, mo
 
 
 @with_text
-def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -> None:
+def test_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -> None:
     text = dataclasses.replace(TextConfig(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
     inputs = (*CONFIGS[kind].input_features, CAMERA)
     config = dataclasses.replace(CONFIGS[kind], input_features=inputs, text_encoder=text, n_encoder_layers=1)
@@ -115,7 +116,7 @@ def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path)
     pictures = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), np.uint8)
     observation = {**observe(config, 1), CAMERA.name: pictures, **plan([0], [0])}
     red, blue = (policy.act({**observation, "task": [f"lift the {colour} cube"]}) for colour in ("red", "blue"))
-    least = {"tokens2d": 1e-4}.get(kind, 1e-3)  # of 100
+    least = {"tokens2d": 1e-4}.get(kind, 1e-3)  # In a range of 100.
     assert np.abs(red - blue).max() > 2 * least
     both = {name: np.repeat(array, 2, axis=0) for name, array in observation.items()}
     together = policy.act({**both, "task": np.array(["lift the blue cube", "lift the red cube"])})
@@ -127,7 +128,7 @@ def test_a_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path)
 
 
 @every_type
-def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
+def test_training_settings_do_not_change_the_program(kind: str) -> None:
     config = CONFIGS[kind]
     trained = {
         "act": {"kl_weight": 1.0, "latent_dim": 8},
@@ -141,7 +142,7 @@ def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
 
 
 @every_type
-def test_the_config_for_a_cpu_is_one(kind: str) -> None:
+def test_config_for_a_cpu_is_valid(kind: str) -> None:
     small = dataclasses.replace(CONFIGS[kind], **get_policy_type(kind).small)
     assert get_policy_type(kind).config(small.to_json()) == small
     shapes = blueprint_of(get_policy_type(kind).model, small).shapes
@@ -174,20 +175,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 @pytest.mark.parametrize(
     ("kind", "changes", "words"), [(kind, *case) for kind, cases in REFUSED.items() for case in cases]
 )
-def test_a_config_that_makes_no_sense_says_why(kind: str, changes: dict[str, Any], words: str) -> None:
+def test_invalid_config_is_refused_with_the_reason(kind: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         dataclasses.replace(CONFIGS[kind], **changes)
 
 
 def language_of(model: Any) -> Any:
-    """Three instructions, for a policy that reads some."""
+    """Return three instructions, if the policy reads instructions."""
     if not hasattr(model, "read"):
         return None
     return model.read(jnp.arange(18).reshape(3, 6), jnp.ones((3, 6), bool))
 
 
 @every_type
-def test_padded_steps_do_not_matter_when_they_are_masked(kind: str) -> None:
+def test_masked_padded_steps_do_not_change_the_loss(kind: str) -> None:
     masks = {} if kind == "act" else {"do_mask_loss_for_padding": True}  # ACT always masks.
     model = random_model(dataclasses.replace(WHOLES[kind], **masks))
     observation, actions, is_pad = random_batch(WHOLES[kind], 3)
@@ -218,12 +219,12 @@ def test_training_draws_noise_and_dropout_and_evaluation_neither(kind: str) -> N
     assert len({value, drawn, *(float(loss(*other)) for other in (keys, keys[::-1]))}) == 4
 
 
-# A key's bias changes no probability, and ACT's decoder begins with equal zeros.
+# The bias of a key changes no probability, and ACT's decoder begins with equal zeros.
 NO_INFLUENCE = r"\.key\.bias$|^decoder\.layers\.0\.self_attention\.(query|key|value\.kernel)"
 
 
 @every_type
-def test_a_gradient_reaches_every_weight(kind: str) -> None:
+def test_gradient_reaches_each_weight(kind: str) -> None:
     model = random_model(WHOLES[kind])
     graph, weights, rest = nnx.split(model, nnx.Param, ...)
     observation, actions, is_pad = random_batch(WHOLES[kind], 3)

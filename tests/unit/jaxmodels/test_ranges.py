@@ -1,4 +1,4 @@
-"""Every number of an untrusted config has a range, and others are refused before any computation."""
+"""Each number of an untrusted config has a range; others are refused before any computation."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from jaxmodels.types import CAMERAS, PIXELS, Feature
 
 DOCS = Path(__file__).parents[3] / "docs" / "policies" / "policies.md"
 HUGE = 10**30
-ENOUGH = 1 << 20  # bytes: what a config may take while it is refused
+ENOUGH = 1 << 20  # Bytes that the refusal of a config may allocate.
 VALUES: dict[str, Any] = {
     "input_features": {
         "observation.images.front": {"type": "VISUAL", "shape": [3, 96, 96]},
@@ -54,7 +54,7 @@ def read_config(what: str, changes: dict[str, Any]) -> Any:
 
 
 def wrong_values(number: Number) -> list[Any]:
-    """What a field must not be: of another kind, and just outside of its range."""
+    """Return invalid values of a field: other types, and values just outside of its range."""
     assert number.range is not None
     low, high = number.range.minimum, number.range.maximum
     step = 1 if number.is_integer else max(abs(high), 1) * 1e-6
@@ -70,7 +70,7 @@ def wrong_values(number: Number) -> list[Any]:
 
 
 @pytest.mark.parametrize("config", [*DECLARED.values(), NoiseSchedule, FlowSchedule, MaskSchedule])
-def test_every_number_declares_a_range(config: Any) -> None:
+def test_each_number_declares_a_range(config: Any) -> None:
     assert [name for name, number in list_numbers(config).items() if number.range is None] == []
 
 
@@ -80,17 +80,17 @@ def test_numbers_out_of_range_are_refused_by_name(what: str, name: str) -> None:
     for value in wrong_values(list_numbers(DECLARED[what])[name]):
         tracemalloc.start()
         try:
-            with pytest.raises(ConfigError, match=rf"\b{name} is ") as told:
+            with pytest.raises(ConfigError, match=rf"\b{name} is ") as raised:
                 read_config(what, {name: value})
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert peak < ENOUGH
-        assert len(str(told.value)) < 1000
+        assert len(str(raised.value)) < 1000
 
 
 @each_number
-def test_a_config_that_is_made_without_a_file_has_the_same_ranges(what: str, name: str) -> None:
+def test_config_built_without_a_file_has_the_same_ranges(what: str, name: str) -> None:
     made, number = read_config(what, {}), list_numbers(DECLARED[what])[name]
     wrong = [value for value in wrong_values(replace(number, count=None)) if isinstance(value, int | float)]
     integers = [value for value in wrong if isinstance(value, int)]
@@ -101,12 +101,12 @@ def test_a_config_that_is_made_without_a_file_has_the_same_ranges(what: str, nam
 
 
 @pytest.mark.parametrize("kind", policy_types())
-def test_all_numbers_that_are_wrong_are_in_one_error(kind: str) -> None:
+def test_all_invalid_numbers_are_in_one_error(kind: str) -> None:
     numbers = list_numbers(CONFIGS[kind])
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         read_policy(kind, **dict.fromkeys(numbers, HUGE), text_encoder=None, input_features=[1])
-    assert [name for name in numbers if f"{name} is {HUGE}; wanted" not in str(told.value)] == []
-    assert "wanted an object of features" in str(told.value)
+    assert [name for name in numbers if f"{name} is {HUGE}; wanted" not in str(raised.value)] == []
+    assert "wanted an object of features" in str(raised.value)
 
 
 OFF: list[Any] = [False, 0, 0.0, None, [], {}, [[], {}], {"window": None, "layers": [0, {"on": False}]}]
@@ -114,7 +114,7 @@ ON: list[Any] = [True, 1024, -1, 0.5, "", "fast", [[], 3], {"window": {"frames":
 
 
 @pytest.mark.parametrize("kind", [*policy_types(), "text"])
-def test_unknown_fields_load_when_they_are_off(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_that_are_off_load(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     unknown = {f"field_of_tomorrow_{number}": value for number, value in enumerate(OFF)}
     assert read_config(kind, unknown) == read_config(kind, {})
     for name in unknown:
@@ -147,7 +147,7 @@ def test_saved_configs_keep_unknown_fields(kind: str) -> None:
         ([3] * 1000, "8 axes at most"),
     ],
 )
-def test_a_frame_that_no_camera_takes_is_refused(shape: list[Any], words: str) -> None:
+def test_frame_of_an_impossible_size_is_refused(shape: list[Any], words: str) -> None:
     changes = {"input_features": {"observation.images.front": {"type": "VISUAL", "shape": shape}}}
     for kind in policy_types():
         with pytest.raises(ConfigError, match=words):
@@ -155,7 +155,7 @@ def test_a_frame_that_no_camera_takes_is_refused(shape: list[Any], words: str) -
 
 
 @pytest.mark.parametrize("kind", policy_types())
-def test_frames_that_are_too_many_or_too_large_together_are_refused(kind: str) -> None:
+def test_number_and_total_size_of_frames_are_limited(kind: str) -> None:
     def cameras(count: int, side: int) -> dict[str, Any]:
         return {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, side, side]} for i in range(count)}
 
@@ -173,7 +173,7 @@ def test_vectors_have_a_range() -> None:
 
 
 @pytest.mark.parametrize("rate", [0, -1, True, "25", math.nan, math.inf, HUGE, 10_001, [25], {}])
-def test_a_rate_has_a_range(rate: Any) -> None:
+def test_rate_has_a_range(rate: Any) -> None:
     with pytest.raises(CheckpointError, match="rate is "):
         Sidecar.from_json({"rate": rate}, 6)
 
@@ -187,21 +187,21 @@ def test_modes_tags_and_scales_of_adapters_have_types_and_ranges() -> None:
     assert not any(is_number(alpha, ALPHA) for alpha in (True, 10**400, math.nan, "16", None, [16]))
 
 
-def test_any_value_in_an_error_is_short() -> None:
+def test_values_in_errors_are_shortened() -> None:
     for value in (10**4000, "x" * 10**6, [[0] * 1000] * 1000, {str(i): i for i in range(1000)}, -(10**4000)):
         assert len(shorten_value(value)) < 500
     assert shorten_value(10**400) == "an integer of 1329 bits"
     assert [shorten_value(value) for value in ("64", 64, 2.5, None)] == ["'64'", "64", "2.5", "None"]
 
 
-def test_ends_belong_to_a_range_unless_it_says_otherwise() -> None:
+def test_ranges_include_their_ends_by_default() -> None:
     closed, open_ = Range(0, 2), Range(0, 2, above=True, below=True)
     assert (0 in closed, 2 in closed, 0 in open_, 2 in open_, 1 in open_) == (True, True, False, False, True)
     assert math.nan not in closed
 
 
 def render_table(configs: Mapping[str, type[Any]]) -> list[str]:
-    """Rows of a Markdown table of all numbers of some configs: name, configs, range."""
+    """Return rows of a Markdown table of all numbers of some configs: name, configs, range."""
     fields_by_range: dict[tuple[str, str], list[str]] = {}
     for kind, config in configs.items():
         for name, number in list_numbers(config).items():
@@ -209,13 +209,13 @@ def render_table(configs: Mapping[str, type[Any]]) -> list[str]:
     return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in fields_by_range.items()]
 
 
-def test_the_docs_state_every_range() -> None:
+def test_docs_list_each_range() -> None:
     rows = DOCS.read_text().splitlines()
-    wanted = render_table({**CONFIGS, "text_encoder": TextConfig})
-    assert [row for row in wanted if row not in rows] == []
-    assert [row for row in rows[rows.index("| field | of | range |") + 2 :] if row.startswith("|")] == wanted
+    expected = render_table({**CONFIGS, "text_encoder": TextConfig})
+    assert [row for row in expected if row not in rows] == []
+    assert [row for row in rows[rows.index("| field | of | range |") + 2 :] if row.startswith("|")] == expected
 
 
-def test_a_config_of_json_that_is_in_range_is_read(tmp_path: Path) -> None:
+def test_json_config_in_range_is_read(tmp_path: Path) -> None:
     values = json.loads(json.dumps(read_policy("diffusion2d", optimizer_lr=1).to_json()))
     assert read_policy("diffusion2d", **{**values, "optimizer_betas": [0, 0.5]}).optimizer_lr == 1.0

@@ -1,4 +1,4 @@
-"""Models over several devices, with eight devices of one processor in a process of their own."""
+"""Models over several devices, with eight devices of one processor in a child process."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ for kind, (config, call) in cases.items():
 """
 
 
-def test_parallel_forwards_equal_the_one_on_a_single_device() -> None:
+def test_parallel_forward_equals_forward_on_one_device() -> None:
     options = {"env": process_environment(devices=8, quick=True), "capture_output": True, "text": True}
     result = subprocess.run([sys.executable, "-c", PROGRAM], timeout=500, check=False, **options)
     assert result.returncode == 0, result.stderr
@@ -63,7 +63,7 @@ def test_parallel_forwards_equal_the_one_on_a_single_device() -> None:
     assert max(errors) < 2e-6
 
 
-def test_every_weight_names_its_axes() -> None:
+def test_each_weight_names_its_axes() -> None:
     patches = {"in_channels": 4, "patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_zero"}
     gated = {"cross_attention_dim": 24, "attention_type": "gated", "attention_bias": True}
     model = random_transformer(**SMALL, **patches, **gated, num_embeds_ada_norm=5)

@@ -40,7 +40,7 @@ def features(cameras: int = 0, side: int = 32, state: int | None = 6, environmen
 
 
 def programs_of(config: Any) -> Programs:
-    """The programs of a policy whose weights are zeros."""
+    """Return the programs of a policy with zero weights."""
 
     def plain(feature: Feature | None) -> Affine | None:
         if feature is None:
@@ -78,7 +78,7 @@ def test_operations_of_products_and_loops_are_counted() -> None:
     assert measure_program(jaxpr, "gpu").operations == products + convolution + 2 * 8**3
 
 
-def test_memory_is_that_of_the_values_that_are_live_together() -> None:
+def test_memory_is_the_size_of_values_that_are_live_together() -> None:
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(20):
             x = jnp.sin(x)
@@ -107,14 +107,14 @@ CALIBRATED = {
 
 @pytest.mark.fully_compiled
 @pytest.mark.parametrize("config", CALIBRATED.values(), ids=CALIBRATED)
-def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> None:
+def test_memory_estimate_is_near_the_compilers(config: Any) -> None:
     programs, inputs = programs_of(config), inputs_of(config)
     analysis: Any = programs.get_program(inputs).memory_analysis()
     assert 0.8 <= programs.measure(inputs).activations / analysis.temp_size_in_bytes <= 3
 
 
 @pytest.mark.parametrize("config", CALIBRATED.values(), ids=CALIBRATED)
-def test_weights_for_serving_are_bounded_before_they_are_folded(config: Any) -> None:
+def test_size_of_serving_weights_is_bounded_before_folding(config: Any) -> None:
     parameters = lerobot_folder.model_blueprint(config).count_parameters()
     assert 0.9 <= (parameters + config.table_numbers) / programs_of(config).count_weights() <= 2.2
 
@@ -127,7 +127,7 @@ def folder(small: Any, checkpoint_of: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail when a module is built, because a million layers would take a quarter of an hour."""
+    """Fail if a module is built, because a million layers would take a quarter of an hour."""
     assert folder.is_dir()
 
     def build(*_: Any) -> None:
@@ -165,7 +165,7 @@ TABLES = r"tables of positions with \de\+\d\d numbers; wanted 5e\+08 at most"
         ({"input_features": images(4096, 2), "dim_model": 65_536, "dim_feedforward": 262_144}, TABLES),
     ],
 )
-def test_a_config_of_any_size_is_refused_before_it_is_built(folder: Path, changes, words: str) -> None:
+def test_oversized_config_is_refused_before_building(folder: Path, changes, words: str) -> None:
     edit_json(folder / "config.json", **changes)
     for read in (jaxmodels.read_requirements, lerobot_folder.read_checkpoint, jaxmodels.load_policy):
         with pytest.raises(ConfigError, match=words):
@@ -173,14 +173,14 @@ def test_a_config_of_any_size_is_refused_before_it_is_built(folder: Path, change
 
 
 @pytest.mark.usefixtures("nothing_is_built")
-def test_weights_of_another_config_are_seen_by_their_number(folder: Path) -> None:
+def test_weights_of_another_config_are_detected_by_their_number(folder: Path) -> None:
     edit_json(folder / "config.json", n_encoder_layers=64, n_decoder_layers=64, n_vae_encoder_layers=64)
     with pytest.raises(WeightsMismatch, match=r"\d+ tensors; the config has 192 layers, which have 768 or more"):
         lerobot_folder.read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("changes", [{"dim_model": 65_536, "dim_feedforward": 262_144}, {"n_encoder_layers": 3}])
-def test_weights_that_do_not_fit_are_named_before_memory_is_compared(folder: Path, changes: Any, free: Any) -> None:
+def test_mismatching_weights_are_named_before_the_memory_check(folder: Path, changes: Any, free: Any) -> None:
     edit_json(folder / "config.json", **changes)
     free(GB)
     with pytest.raises(WeightsMismatch, match=r"model\.encoder\.layers\.[02]\.linear1\.weight"):
@@ -193,7 +193,7 @@ def test_layers_are_counted_over_all_parts_of_a_config(kind: str) -> None:
     assert count_layers(config) == {"act": 9, "smolvla": 61, "pi0": 63, "pi05": 63}.get(kind, 0)
 
 
-def test_operations_that_no_device_computes_are_refused_before_compiling(folder: Path, monkeypatch: Any) -> None:
+def test_too_many_operations_are_refused_before_compiling(folder: Path, monkeypatch: Any) -> None:
     policy = jaxmodels.load_policy(folder)
     monkeypatch.setattr(memory, "MAX_OPERATIONS", 10**5)
     with pytest.raises(ObservationError, match=r"a batch of 1 .* take about \de\+\d\d operations; wanted 1e\+05"):
@@ -219,7 +219,7 @@ LARGEST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", policy_types())
-def test_the_largest_known_policies_stay_below_every_bound(kind: str) -> None:
+def test_largest_known_policies_are_within_all_bounds(kind: str) -> None:
     values = {entry.name: LARGEST[entry.name] for entry in fields(CONFIGS[kind]) if entry.name in LARGEST}
     values["input_features"] = {
         f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 1080, 1920]} for i in range(4)
@@ -230,7 +230,7 @@ def test_the_largest_known_policies_stay_below_every_bound(kind: str) -> None:
     assert config.table_numbers < memory.MAX_TABLE_NUMBERS / 2
 
 
-def test_a_policy_that_does_not_fit_into_memory_is_refused_with_figures(folder: Path, free: Any) -> None:
+def test_policy_that_exceeds_memory_is_refused_with_figures(folder: Path, free: Any) -> None:
     edit_json(folder / "config.json", input_features=images(4096))
     free(GB // 2)
     policy = jaxmodels.load_policy(folder)
@@ -239,7 +239,7 @@ def test_a_policy_that_does_not_fit_into_memory_is_refused_with_figures(folder: 
     assert not policy.is_compiled()
 
 
-def test_frames_are_checked_before_a_program_is_made(folder: Path, free: Any) -> None:
+def test_frames_are_checked_before_compiling(folder: Path, free: Any) -> None:
     for size in (0, None):  # A small policy is loaded in any case.
         free(size)
         policy = jaxmodels.load_policy(folder)
@@ -261,7 +261,7 @@ def test_frames_have_a_range(folder: Path, size: Any) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with 8 GB free, and this process in a group of it."""
+    """Set up a machine with 8 GB free and this process in a control group."""
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (groups / "robots" / "server").mkdir(parents=True)
@@ -274,7 +274,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_free_memory_is_that_of_the_tightest_limit(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_follows_the_tightest_limit(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.get_free_host_memory() == 8 * GB
     group = machine / "cgroup" / "robots"
     (group / "memory.max").write_text(f"{6 * GB}\n")
@@ -287,12 +287,12 @@ def test_free_memory_is_that_of_the_tightest_limit(machine: Path, monkeypatch: p
     assert memory.get_free_host_memory() == 2 * GB - 1_024_000_000
     (group / "memory.current").write_text(f"{9 * GB}\n")
     assert memory.get_free_host_memory() == 0
-    # A machine without these files has no limit.
+    # Without these files, a machine has no limit.
     shutil.rmtree(machine / "proc")
     assert memory.get_free_host_memory() is None
 
 
-def test_a_device_is_asked_for_its_free_memory(free: Any) -> None:
+def test_free_memory_of_the_device_is_used(free: Any) -> None:
     class Device:
         platform, id = "gpu", 0
 
@@ -310,7 +310,7 @@ def test_a_device_is_asked_for_its_free_memory(free: Any) -> None:
         memory.check_loading(needs, place, shares_memory=False)
 
 
-def test_what_is_not_folded_is_loaded_where_it_fits_once(free: Any) -> None:
+def test_unfolded_weights_need_memory_only_once(free: Any) -> None:
     config = get_policy_type("pi05").config({"type": "pi05", **VALUES})
     parameters = lerobot_folder.model_blueprint(config).count_parameters()
     needs = memory.estimate_needs(parameters, parameters, 4, True)
@@ -318,5 +318,6 @@ def test_what_is_not_folded_is_loaded_where_it_fits_once(free: Any) -> None:
     free(20 * GB)
     memory.check_loading(needs, find_placement("cpu"), shares_memory=True)
     needs = memory.estimate_needs(parameters, parameters, 2, True)
-    with pytest.raises(ConfigError, match=r"needs about 22\.8 GB of memory"):  # the program has weights of its own
+    # The program has a second copy of the weights.
+    with pytest.raises(ConfigError, match=r"needs about 22\.8 GB of memory"):
         memory.check_loading(needs, find_placement("cpu"), shares_memory=False)

@@ -1,4 +1,4 @@
-"""SmolVLA of LeRobot: its config, its memory, its tensors, its cameras, and plans that it continues."""
+"""LeRobot's SmolVLA: its config, memory, tensors, cameras, and continued plans."""
 
 import json
 from functools import lru_cache
@@ -41,7 +41,7 @@ def features(**shapes: tuple[str, list[int]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_is_written_as_it_was_read(name: str) -> None:
+def test_config_survives_a_round_trip(name: str) -> None:
     config = read(name, rtc_config={"enabled": True, "max_guidance_weight": 7.5})
     written = json.loads(json.dumps(config.to_json()))
     vlm = config.dump_architecture()["vlm/config.json"]
@@ -92,12 +92,12 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"vlm": vlm("vision_config", image_size=4)}, "image_size is 4, less than one patch"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
+def test_invalid_config_is_refused_with_accepted_values(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         read(**changes)
 
 
-def test_the_model_that_everybody_starts_from_is_known_by_name() -> None:
+def test_common_base_model_is_known_by_name() -> None:
     values = fields() | {"vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"}
     values |= {"resize_imgs_with_padding": [512, 512], "num_vlm_layers": 16}
     del values["vlm"], values["vlm_tokens"]
@@ -105,11 +105,11 @@ def test_the_model_that_everybody_starts_from_is_known_by_name() -> None:
     assert (config.vocabulary, config.vlm_layers, config.expert.width, config.expert.hidden) == (49_280, 16, 720, 2048)
     assert config.vlm.count_image_tokens(512, 512) == 64
     assert config.dump_architecture() == {}
-    # 450 million less the head (47 million) and the unused part of the last layer.
+    # 450 million without the head (47 million) and the unused part of the last layer.
     assert blueprint_of(POLICY.model, config).count_parameters() == pytest.approx(395e6, rel=0.01)
 
 
-def test_a_prompt_ends_with_one_newline() -> None:
+def test_prompt_ends_with_one_newline() -> None:
     config = read()
     assert config.format_prompt("push the block") == config.format_prompt("push the block\n") == "push the block\n"
     assert (config.prompt_length, config.vocabulary, config.noise) == (48, 352, (10, 32))
@@ -133,14 +133,14 @@ SMALL: dict[str, Any] = {
 
 @lru_cache
 def small() -> tuple[SmolVlaConfig, dict[str, jax.Array]]:
-    """A policy of two layers with random weights."""
+    """Return a policy of two layers with random weights."""
     config, rng = read(**SMALL), np.random.default_rng(1)
     weights = {}
     for name, shape in blueprint_of(POLICY.model, config).shapes.items():
         x = rng.normal(size=shape.shape)
         x = x / np.sqrt(np.prod(shape.shape[:-1])) if x.ndim > 1 else 0.1 * x + name.endswith("scale")
         weights[name] = np.float32(x)
-    weights["action_out.kernel"] /= 8  # a flow that two steps can follow
+    weights["action_out.kernel"] /= 8  # Two steps can follow this flow.
     return config, jax.device_put(weights)
 
 
@@ -167,7 +167,7 @@ def close(found: np.ndarray, expected: np.ndarray) -> bool:
     return bool(np.abs(found - expected).max() < 1e-5 * np.abs(expected).max())
 
 
-def test_members_of_a_batch_do_not_depend_on_each_other_nor_on_padding() -> None:
+def test_members_of_a_batch_are_independent_of_others_and_padding() -> None:
     act, seen = compiled(), observation()
     chunk = act(seen)
     assert chunk.shape == (3, 4, 6)
@@ -180,7 +180,7 @@ def test_members_of_a_batch_do_not_depend_on_each_other_nor_on_padding() -> None
         assert not close(act(seen._replace(**changes)), chunk)
 
 
-def test_a_camera_that_is_left_out_is_one_that_is_masked() -> None:
+def test_absent_camera_equals_a_masked_camera() -> None:
     act, seen = compiled(), observation()
     masks = jnp.asarray([[True, True], [True, False], [True, False]])
     masked = act(seen._replace(image_masks=masks))
@@ -198,13 +198,13 @@ def test_a_camera_that_is_left_out_is_one_that_is_masked() -> None:
         ({"images": (jnp.zeros((3, 12, 8, 3)), None)}, r"12x8, .* of its config, \[\(8, 8\), \(8, 8\)\]"),
     ],
 )
-def test_observations_without_image_or_text_or_of_other_sizes_are_refused(changes, wrong: str) -> None:
+def test_incomplete_or_missized_observations_are_refused(changes, wrong: str) -> None:
     config = read(**SMALL | {"resize_imgs_with_padding": None})
     with pytest.raises(InputError, match=wrong):
         jax.eval_shape(lambda: POLICY.act(config, small()[1], observation()._replace(**changes)))
 
 
-def test_a_plan_is_continued_and_without_one_chunks_are_as_they_were() -> None:
+def test_plan_is_continued_and_chunks_without_one_are_unchanged() -> None:
     act, seen = compiled(), observation()
     chunk = act(seen)
     plan = jnp.asarray(chunk) + jnp.linspace(0.5, 1, 6)
@@ -217,7 +217,7 @@ def test_a_plan_is_continued_and_without_one_chunks_are_as_they_were() -> None:
     assert nearer < before
 
 
-def test_arithmetic_in_half_precision_stays_close() -> None:
+def test_half_precision_is_close() -> None:
     config, weights = small()
     half = {name: array.astype(jnp.bfloat16) for name, array in weights.items()}
     found = jax.jit(lambda weights, observation: POLICY.act(config, weights, observation))(half, observation())
@@ -226,11 +226,11 @@ def test_arithmetic_in_half_precision_stays_close() -> None:
     assert np.abs(found - expected).max() < 2e-2 * np.abs(expected).max()
 
 
-def test_aloha_s_joints_and_grippers_are_turned_there_and_back() -> None:
+def test_joints_and_grippers_of_aloha_are_mapped_both_ways() -> None:
     actions = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16)), jnp.float32)
     seen = read_aloha_actions(actions)
     np.testing.assert_allclose(write_aloha_actions(seen), actions, rtol=1e-5, atol=1e-6)
     assert np.flatnonzero(np.abs(seen - actions).max((0, 1)) > 1e-6).tolist() == [1, 2, 6, 8, 9, 13]
-    # Of LeRobot's own functions: a gripper that is 30 % open, and an action of 0.3.
+    # Values of LeRobot's own functions: a gripper that is 30 % open, and an action of 0.3.
     assert float(read_aloha_state(jnp.full((1, 14), 0.3))[0, 6]) == pytest.approx(-0.2909, abs=1e-4)
     assert float(read_aloha_actions(jnp.full((1, 1, 14), 0.3))[0, 0, 6]) == pytest.approx(0.6397, abs=1e-4)

@@ -33,7 +33,7 @@ def policy() -> jaxmodels.Policy:
     return jaxmodels.Policy(make_checkpoint(CONFIG))
 
 
-def test_both_ways_to_a_range_share_programs(policy, tmp_path: Path) -> None:
+def test_both_normalizations_to_a_range_share_programs(policy, tmp_path: Path) -> None:
     modes = (("STATE", "MIN_MAX"), ("ACTION", "QUANTILES"))
     lerobot_folder.write_checkpoint(tmp_path, make_checkpoint(dataclasses.replace(CONFIG, normalization_mapping=modes)))
     read = lerobot_folder.read_checkpoint(tmp_path)
@@ -43,7 +43,7 @@ def test_both_ways_to_a_range_share_programs(policy, tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.act(observe(CONFIG)), policy.act(observe(CONFIG)))
 
 
-def test_a_plan_without_delay_changes_nothing_and_chunks_stay_in_range(policy) -> None:
+def test_plan_without_delay_has_no_effect_and_chunks_are_in_range(policy) -> None:
     observation = observe(CONFIG)
     chunk = policy.act(observation)
     planned = policy.act({**observation, **plan([0, 3, 8], [8, 6, 8])})
@@ -54,7 +54,7 @@ def test_a_plan_without_delay_changes_nothing_and_chunks_stay_in_range(policy) -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_masked_class_never_comes_out(temperature: float) -> None:
+def test_masked_class_is_never_sampled(temperature: float) -> None:
     config = dataclasses.replace(CONFIG, bins=7, temperature=temperature)
     run = jax.jit(partial(decode, config))
     seen_classes: set[int] = set()
@@ -75,7 +75,7 @@ def test_the_masked_class_never_comes_out(temperature: float) -> None:
     assert seen_classes == set(range(7))
 
 
-def test_members_that_see_the_same_get_the_same_even_when_tokens_are_drawn() -> None:
+def test_equal_members_get_equal_drawn_tokens() -> None:
     config = dataclasses.replace(CONFIG, temperature=1.0)
     run = jax.jit(partial(decode, config))
     state = np.repeat(observe(CONFIG, 1)["observation.state"], 3, axis=0)
@@ -85,7 +85,7 @@ def test_members_that_see_the_same_get_the_same_even_when_tokens_are_drawn() -> 
     assert (np.asarray(other(random_weights(config, 0.3), Observation(state=state)).ids) != ids).any()
 
 
-def test_neighbouring_bins_begin_alike_and_far_ones_do_not() -> None:
+def test_only_neighbouring_bins_have_similar_initial_embeddings() -> None:
     model = Tokens2d(dataclasses.replace(CONFIG, dim_model=64, bins=64), rngs=nnx.Rngs(0))
     table = np.asarray(model.transformer.latent_image_embedding.emb.embedding[...])
     table = table / np.linalg.norm(table, axis=1, keepdims=True)
@@ -93,4 +93,4 @@ def test_neighbouring_bins_begin_alike_and_far_ones_do_not() -> None:
     assert table.shape == (65, 64)
     assert np.diagonal(alike, 1)[:-1].min() > 0.7
     assert np.abs(np.diagonal(alike, 32)).mean() < 0.3
-    assert np.abs(alike[-1, :-1]).max() < 0.5  # the masked class is like none
+    assert np.abs(alike[-1, :-1]).max() < 0.5  # The masked class is unlike all bins.

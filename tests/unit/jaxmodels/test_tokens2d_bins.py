@@ -1,4 +1,4 @@
-"""Numbers as bins and back, and which of them a model in training has to guess."""
+"""Conversion of numbers to bins and back, and the masked tokens of a model in training."""
 
 import math
 
@@ -21,7 +21,7 @@ SCHEDULE = MaskSchedule(17)
 
 
 @pytest.mark.parametrize("bins", [2, 100, 256])
-def test_a_number_is_at_most_half_a_bin_from_its_centre(bins: int) -> None:
+def test_number_is_at_most_half_a_bin_from_its_centre(bins: int) -> None:
     x = np.random.default_rng(0).uniform(-1, 1, 10_000).astype(np.float32)
     x[:3] = -1, 1, 0
     ids = np.asarray(quantise(jnp.asarray(x), bins))
@@ -30,14 +30,14 @@ def test_a_number_is_at_most_half_a_bin_from_its_centre(bins: int) -> None:
     np.testing.assert_array_equal(quantise(jnp.asarray(get_bin_centres(bins)), bins), np.arange(bins))
 
 
-def test_what_lies_outside_goes_to_the_outermost_bins() -> None:
+def test_numbers_outside_the_range_use_the_outermost_bins() -> None:
     far = jnp.asarray([-1e30, -1.5, 1.0, 1.5, 1e30, jnp.inf])
     np.testing.assert_array_equal(quantise(far, 8), [0, 0, 7, 7, 7, 7])
     np.testing.assert_allclose(spread_targets(far, 8, 0.75).sum(-1), np.ones(6), atol=1e-6)
     np.testing.assert_array_equal(spread_targets(far, 8, 0.75).argmax(-1), [0, 0, 7, 7, 7, 7])
 
 
-def test_a_right_answer_without_smoothing_is_its_bin() -> None:
+def test_target_without_smoothing_is_one_bin() -> None:
     x = jnp.asarray([[-0.99, 0.01], [0.3, 0.99]])
     np.testing.assert_array_equal(spread_targets(x, 16, 0.0), np.eye(16)[np.asarray(quantise(x, 16))])
 
@@ -54,7 +54,7 @@ def test_smoothed_targets_are_normally_distributed() -> None:
 
 
 @pytest.mark.parametrize("width", [0.75, 2.0])
-def test_the_expectation_of_what_is_learned_is_finer_than_a_bin(width: float) -> None:
+def test_expectation_of_smoothed_targets_is_finer_than_a_bin(width: float) -> None:
     x = np.linspace(-0.8, 0.8, 997).astype(np.float32)
     learned = jnp.log(spread_targets(jnp.asarray(x), 64, width)).T[None]
     ids = quantise(jnp.asarray(x), 64)[None]
@@ -66,7 +66,7 @@ def test_the_expectation_of_what_is_learned_is_finer_than_a_bin(width: float) ->
     assert float(one.max()) < 0.6
 
 
-def test_an_expectation_stays_at_the_hump_that_was_chosen() -> None:
+def test_expectation_stays_at_the_chosen_mode() -> None:
     humps = jnp.asarray([-0.5, 0.5])
     both = jnp.log(spread_targets(humps, 64, 0.75).mean(axis=0) + 1e-9)[None, :, None]
     for hump in humps:
@@ -75,7 +75,7 @@ def test_an_expectation_stays_at_the_hump_that_was_chosen() -> None:
         np.testing.assert_allclose(near[0, 0], 0.5, atol=1e-3)
 
 
-def test_shares_are_spread_evenly_over_a_batch_and_uniform_for_each_member() -> None:
+def test_shares_are_stratified_over_a_batch_and_uniform() -> None:
     shares = np.stack([draw_even_shares(jax.random.key(seed), 8) for seed in range(200)])
     assert ((shares >= 0) & (shares < 1)).all()
     np.testing.assert_allclose(np.diff(np.sort(shares, axis=1)), 1 / 8, atol=1e-6)
@@ -84,7 +84,7 @@ def test_shares_are_spread_evenly_over_a_batch_and_uniform_for_each_member() -> 
     assert shares[:, 3].max() > 0.95
 
 
-def test_a_share_of_the_tokens_is_hidden_and_nothing_that_is_padded() -> None:
+def test_share_of_the_tokens_is_masked_without_padding() -> None:
     is_pad = np.arange(8)[None] >= np.array([8, 5, 1])[:, None]
     hidden = np.stack([mask_tokens(SCHEDULE, jnp.asarray(is_pad), 2, 0.0, jax.random.key(seed)) for seed in range(100)])
     assert not hidden[:, is_pad].any()
@@ -96,7 +96,7 @@ def test_a_share_of_the_tokens_is_hidden_and_nothing_that_is_padded() -> None:
     assert len({tuple(row) for row in hidden[:, 0].reshape(100, -1).tolist()}) > 60
 
 
-def test_in_a_share_of_the_chunks_the_first_actions_are_given() -> None:
+def test_share_of_the_chunks_has_given_first_actions() -> None:
     nothing = jnp.zeros((512, 8), bool)
     shown = ~np.asarray(mask_tokens(SCHEDULE, nothing, 2, 1.0, jax.random.key(0))).any(axis=-1)
     delays = np.argmin(np.concatenate((shown, np.zeros((512, 1), bool)), axis=1), axis=1)

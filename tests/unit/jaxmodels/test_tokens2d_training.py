@@ -27,20 +27,20 @@ def toy() -> tuple[dict[str, jax.Array], jax.Array]:
     return train_toy(CONFIG, 400, 8e-3)
 
 
-def test_the_same_chunk_comes_for_the_same_state_and_follows_it(toy) -> None:
+def test_same_state_gives_the_same_chunk_which_follows_it(toy) -> None:
     weights, _ = toy
     state = np.linspace(-0.95, 0.95, 64, dtype=np.float32)[:, None]
     found = jax.jit(partial(decode, CONFIG))(weights, Observation(state=state))
     side, repeated = np.moveaxis(np.asarray(found.actions), -1, 0)
-    np.testing.assert_allclose(side, 0.8, atol=0.05)  # where most go, and nowhere between
+    np.testing.assert_allclose(side, 0.8, atol=0.05)  # The most frequent side, and never between the sides.
     off = np.abs(repeated - state)
-    assert off.mean() < 0.25 * (2 / 32)  # bins alone could not do better than a quarter of their width
+    assert off.mean() < 0.25 * (2 / 32)  # Bins alone have a mean error of a quarter of their width.
     confidence = np.asarray(found.confidence)
     assert ((confidence >= 0) & (confidence <= 1 + 1e-5)).all()
     assert confidence[..., 1].mean() > 0.9
 
 
-def test_a_plan_is_continued_on_its_side(toy) -> None:
+def test_plan_is_continued_on_its_side(toy) -> None:
     weights, _ = toy
     run = jax.jit(partial(decode, CONFIG))
     actions = side_plan()
@@ -54,7 +54,7 @@ def test_a_plan_is_continued_on_its_side(toy) -> None:
 
 
 @pytest.mark.parametrize("remasking", [False, True])
-def test_drawn_chunks_keep_to_a_side_as_often_as_demonstrations(toy, remasking: bool) -> None:
+def test_drawn_chunks_choose_sides_as_often_as_demonstrations(toy, remasking: bool) -> None:
     weights, _ = toy
     plan = blueprint_of(Tokens2d, CONFIG)
     schedule = MaskSchedule(CONFIG.bins + 1, "linear", (8.0, 0.0), remasking=remasking)
@@ -68,13 +68,13 @@ def test_drawn_chunks_keep_to_a_side_as_often_as_demonstrations(toy, remasking: 
 
     side = np.asarray(sample(weights, np.linspace(-0.9, 0.9, 512, dtype=np.float32)[:, None]))[..., 0]
     is_right = side > 15
-    assert (is_right == is_right[:, :1]).all(axis=1).mean() > 0.85  # drawn one by one without looking: a quarter
+    assert (is_right == is_right[:, :1]).all(axis=1).mean() > 0.85  # Independent tokens would give a quarter.
     assert (np.minimum(abs(side - 28), abs(side - 3)) < 4).mean() > 0.9
     assert abs(is_right[:, 0].mean() - RIGHT) < 0.1
 
 
 @pytest.mark.parametrize(("masks", "smoothing"), [(False, 0.0), (True, 0.75)])
-def test_the_loss_is_what_numpy_makes_of_it(masks: bool, smoothing: float) -> None:
+def test_loss_equals_numpy(masks: bool, smoothing: float) -> None:
     config = dataclasses.replace(CONFIG, label_smoothing=smoothing, do_mask_loss_for_padding=masks)
     model, (observation, actions, is_pad) = random_model(config), batch_of(config)
     value, parts = jax.jit(lambda *batch: model.loss(*batch))(observation, actions, is_pad)
@@ -86,7 +86,7 @@ def test_the_loss_is_what_numpy_makes_of_it(masks: bool, smoothing: float) -> No
     ids = np.minimum((x + 1) * bins / 2, bins - 1).astype(int)
     shown = np.where(hidden | out[..., None], bins, ids)
     tokens, _ = model.observation_tokens(observation)
-    pixels = shown.swapaxes(1, 2).reshape(3, -1)  # joint by joint
+    pixels = shown.swapaxes(1, 2).reshape(3, -1)  # Joint by joint.
     answer = np.asarray(model.transformer(pixels, encoder_hidden_states=tokens)[0])
     answer = answer.reshape(3, bins, ACTION, CHUNK)
     total, off, count = 0.0, 0.0, 0
@@ -105,7 +105,7 @@ def test_the_loss_is_what_numpy_makes_of_it(masks: bool, smoothing: float) -> No
     np.testing.assert_allclose(parts["bins_off"], off / count, rtol=1e-5)
 
 
-def test_what_lies_beyond_the_end_of_an_instruction_does_not_matter() -> None:
+def test_padding_of_an_instruction_has_no_effect() -> None:
     model = random_model(WHOLE)
     observation, _, _ = batch_of(WHOLE)
     draw = np.random.default_rng(1)

@@ -20,7 +20,7 @@ from tests.testing.peers import require_peers
 
 CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, attention_bias=True)
 RANK, ALPHA = 3, 6.0
-# Every kind of layer that is adapted: fused and single projections, feed-forwards, and a 1x1 convolution.
+# Each kind of adapted layer: fused and single projections, feed-forwards, and a 1x1 convolution.
 SIZES = {
     "transformer_blocks.0.attn1.to_q": (16, 16),
     "transformer_blocks.0.attn1.to_v": (16, 16),
@@ -40,7 +40,7 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def factors_of(sizes: dict[str, tuple[int, int]], rank: int = RANK) -> Factors:
-    """Down and up of each weight, as files have them."""
+    """Return the down and up factors of each weight, as in files."""
     rng = np.random.default_rng(0)
     return {
         name: (
@@ -61,7 +61,7 @@ NAMINGS = {
 
 
 def rename(naming: str, factors: Factors) -> dict[str, np.ndarray]:
-    """Return the tensors of a file of this kind; pipelines keep 1x1 convolutions as such."""
+    """Return the tensors of a file of this kind; pipelines keep 1x1 convolutions as convolutions."""
     tensors = {}
     for name, pair in factors.items():
         for key, array in zip(NAMINGS[naming], pair, strict=True):
@@ -90,7 +90,7 @@ def call() -> dict[str, np.ndarray]:
 
 
 def merged(model: Transformer2DModel, factors: Factors, scale: float) -> Any:
-    """The model with ``W + scale up down`` by hand, in our arrays."""
+    """Return the model with ``W + scale up down`` computed by hand, in our layout."""
     weights = {name: np.array(array) for name, array in flatten(model).items()}
     for name, (down, up) in factors.items():
         delta = (scale * up @ down).T
@@ -120,7 +120,7 @@ def sample(model: Any, call: dict[str, np.ndarray], scale: float | None = None, 
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
-def test_every_kind_of_file_equals_merged_weights(naming: str, model, call, tmp_path: Path) -> None:
+def test_each_kind_of_file_equals_merged_weights(naming: str, model, call, tmp_path: Path) -> None:
     factors = factors_of(SIZES)
     wanted = {scale: sample(merged(model, factors, scale), call) for scale in (1.0, 0.25)}
     before = sample(model, call)
@@ -132,7 +132,7 @@ def test_every_kind_of_file_equals_merged_weights(naming: str, model, call, tmp_
     np.testing.assert_array_equal(sample(model, call, 0.0), before)
 
 
-def test_prepared_and_compiled_calls_are_scaled_alike(model, call, tmp_path: Path) -> None:
+def test_prepared_and_compiled_calls_use_the_same_scale(model, call, tmp_path: Path) -> None:
     lora.load(model, write(tmp_path / "adapter.safetensors", "peft", factors_of(SIZES)))
     options = {"cross_attention_kwargs": {"scale": 0.5}}
     wanted = sample(model, call, 0.5)
@@ -148,7 +148,7 @@ def test_prepared_and_compiled_calls_are_scaled_alike(model, call, tmp_path: Pat
     np.testing.assert_allclose(sample(written_out, call, 0.5), wanted, atol=1e-6)
 
 
-def test_an_adapter_can_be_fused_or_taken_away(model, call, tmp_path: Path) -> None:
+def test_adapter_can_be_fused_or_detached(model, call, tmp_path: Path) -> None:
     factors = factors_of(SIZES)
     before, wanted = sample(model, call), sample(merged(model, factors, 0.5), call)
     path = write(tmp_path / "adapter.safetensors", "peft", factors)
@@ -170,7 +170,7 @@ def test_an_adapter_can_be_fused_or_taken_away(model, call, tmp_path: Path) -> N
     assert not lora.is_adapted(model)
 
 
-def test_an_adapter_alone_can_be_trained(model, call, tmp_path: Path) -> None:
+def test_adapter_can_be_trained_alone(model, call, tmp_path: Path) -> None:
     lora.load(model, write(tmp_path / "adapter.safetensors", "peft", factors_of(SIZES)))
     graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
 
@@ -178,7 +178,7 @@ def test_an_adapter_alone_can_be_trained(model, call, tmp_path: Path) -> None:
         return jnp.mean(nnx.merge(graph, adapters, rest)(**call).sample ** 2)
 
     gradients = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(jax.jit(jax.grad(loss))(adapters))}
-    assert len(gradients) == 2 * 8  # q, v and k of the first attention lie in one array, the second's in two
+    assert len(gradients) == 2 * 8  # The first attention stores q, k and v in one array, the second in two.
     assert all(name.endswith(("lora_down", "lora_up")) for name in gradients)
     assert all(float(jnp.abs(x.get_value()).max()) > 0 for x in gradients.values())
 
@@ -234,8 +234,8 @@ def test_ranks_may_differ_between_weights(model, call, tmp_path: Path) -> None:
     np.testing.assert_allclose(sample(model, call), wanted, atol=2e-5)
 
 
-def test_adapters_that_do_not_fit_into_memory_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors of a large rank give zeros of that size to all layers in the same stack."""
+def test_adapters_that_exceed_memory_are_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of a large rank allocate zeros of that size for all layers in the same stack."""
     few = {"transformer_blocks.0.attn1.to_q": (16, 16)}
     path = write(tmp_path / "adapter.safetensors", "peft", factors_of(few, rank=64))
     size = sum(down.nbytes + up.nbytes for down, up in files.read(path, CONFIG).values())
@@ -275,14 +275,14 @@ def test_all_misfits_are_in_one_error(model, tmp_path: Path) -> None:
         ({"alpha_pattern": {"blocks.*": 2}}, r"alpha_pattern has blocks\.\*"),
     ],
 )
-def test_settings_that_are_not_understood_are_refused(settings, words: str, tmp_path: Path) -> None:
+def test_unknown_settings_are_refused(settings, words: str, tmp_path: Path) -> None:
     write(tmp_path / "adapter_model.safetensors", "peft", factors_of(ATTENTIONS))
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=words):
         files.read(tmp_path, CONFIG)
 
 
-def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
+def test_files_without_an_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no adapter; wanted a safetensors file, or a folder with"):
         files.read(tmp_path, CONFIG)
     factors = factors_of(ATTENTIONS)
@@ -296,7 +296,7 @@ def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
             files.read(tmp_path / "x.safetensors", CONFIG)
 
 
-def test_a_scale_that_nothing_has_use_for_is_refused(model, call) -> None:
+def test_scale_without_an_adapter_is_refused(model, call) -> None:
     for options, words in (
         ({"scale": 0.5}, r"'scale', but the model has no adapter; lora\.load puts one in"),
         ({"ip_adapter_masks": 1}, "'ip_adapter_masks'; known: 'gligen', 'scale'"),
@@ -324,7 +324,7 @@ def test_adapters_of_timesteps_captions_and_narrow_models(tmp_path: Path) -> Non
 
 
 @pytest.mark.needs_peers
-def test_the_numbers_are_those_of_peft(model, call, tmp_path: Path) -> None:
+def test_outputs_equal_peft(model, call, tmp_path: Path) -> None:
     require_peers("torch", "diffusers", "peft")
     import diffusers
     import peft

@@ -1,4 +1,4 @@
-"""Layers of vision-language models: grouped attention, rotary positions, norms, images with padding."""
+"""Layers of vision-language models: grouped attention, rotary positions, norms, padded images."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def normal(*shape: int) -> np.ndarray:
     return RANDOM.normal(size=shape).astype(np.float32)
 
 
-def test_grouped_attention_is_that_of_each_head_alone() -> None:
+def test_grouped_attention_equals_attention_of_each_head() -> None:
     query, key, value = normal(2, 5, 6, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
     mask = RANDOM.random((2, 5, 7)) < 0.6
     mask[:, 3] = False
@@ -43,7 +43,7 @@ def test_grouped_attention_is_that_of_each_head_alone() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "keys"), [(jnp.bfloat16, 61), (jnp.float32, 7)])
-def test_zeros_behind_keys_in_half_precision_change_nothing(dtype, keys: int) -> None:
+def test_zero_padding_of_half_precision_keys_has_no_effect(dtype, keys: int) -> None:
     query, key, value = (jnp.asarray(normal(2, *shape, 8), dtype) for shape in ((5, 6), (7, 2), (7, 2)))
     is_valid = jnp.asarray(RANDOM.random((2, 7)) < 0.8).at[:, 0].set(True)
     cache = KeyValues(key, value)
@@ -53,7 +53,7 @@ def test_zeros_behind_keys_in_half_precision_change_nothing(dtype, keys: int) ->
     np.testing.assert_array_equal(found, attend_grouped(query, cache, is_valid[:, None]))
 
 
-def test_rotary_scores_depend_on_the_distance_of_positions_alone() -> None:
+def test_rotary_scores_depend_only_on_the_distance_of_positions() -> None:
     x, y = jnp.asarray(normal(1, 4, 2, 8)), jnp.asarray(normal(1, 4, 2, 8))
 
     def scores(shift: int) -> np.ndarray:
@@ -65,7 +65,7 @@ def test_rotary_scores_depend_on_the_distance_of_positions_alone() -> None:
     np.testing.assert_array_equal(rotate(x, compute_rotation(jnp.zeros((1, 4), jnp.int32), 8)), x)
 
 
-def test_masks_follow_from_what_is_valid_and_where_blocks_start() -> None:
+def test_masks_follow_from_valid_tokens_and_block_starts() -> None:
     is_valid = jnp.asarray([[True, False, True, True]])
     starts = np.array([False, False, False, True])
     assert count_positions(is_valid).tolist() == [[0, 0, 1, 2]]
@@ -88,13 +88,13 @@ def test_root_mean_square_norms_are_plain_shifted_by_one_or_modulated() -> None:
     np.testing.assert_allclose(adaptive(jnp.asarray(x), adaptive.modulate(jnp.ones((2, 1, 4)))), unit, atol=1e-6)
     bias = np.concatenate([np.full(8, part, np.float32) for part in (2, 3, 5)])
     assert adaptive.dense.bias is not None
-    adaptive.dense.bias[...] = jnp.asarray(bias)  # scale, shift, gate
+    adaptive.dense.bias[...] = jnp.asarray(bias)  # Scale, shift and gate.
     modulation = adaptive.modulate(jnp.ones((2, 1, 4)))
     np.testing.assert_allclose(adaptive(jnp.asarray(x), modulation), 3 * unit + 3, atol=1e-5)
     assert np.all(np.asarray(modulation.gate) == 5)
 
 
-def test_a_gated_feed_forward_layer_multiplies_what_the_gate_lets_through() -> None:
+def test_gated_feed_forward_multiplies_by_the_activated_gate() -> None:
     layer, x = GatedFeedForward(4, 6, jax.nn.silu, rngs=nnx.Rngs(0)), normal(2, 3, 4)
     gate, up, down = (np.asarray(part.weight[...]).T for part in (layer.gate, layer.up, layer.down))
     expected = (x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)) @ down
@@ -105,7 +105,7 @@ def test_a_gated_feed_forward_layer_multiplies_what_the_gate_lets_through() -> N
     ("frame", "size", "inside"),
     [((4, 6), (8, 8), (5, 8)), ((9, 4), (8, 8), (8, 3)), ((6, 4), (6, 4), (6, 4)), ((4, 4), (8, 11), (8, 8))],
 )
-def test_an_image_keeps_its_aspect_and_lies_at_its_place(frame, size, inside) -> None:
+def test_image_keeps_its_aspect_ratio_and_place(frame, size, inside) -> None:
     images = normal(2, *frame, 3) + 10
     corner = np.asarray(resize_with_padding(jnp.asarray(images), size, place="bottom right", value=-1.0))
     middle = np.asarray(resize_with_padding(jnp.asarray(images), size, place="center", value=-1.0))

@@ -1,4 +1,4 @@
-"""Waiting in tests without an event loop, and cameras whose rate does not depend on the load of the machine."""
+"""Waiting without an event loop, and cameras whose rate does not depend on the load of the machine."""
 
 import time
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from robojax.robot.cameras import Camera, CameraConfig
 
 
 def wait_until(claim: Callable[[], object], within: float = 60.0) -> None:
-    """Wait, without an event loop, until the claim is true."""
+    """Wait until the claim is true, without an event loop."""
     deadline = time.monotonic() + within
     while not claim():
-        assert time.monotonic() < deadline, f"it did not become true within {within:g} s"
+        assert time.monotonic() < deadline, f"the condition did not become true within {within:g} s"
         time.sleep(0.005)
 
 
 class EvenTime:
-    """Replacement of the module ``time`` in `check_robot`: its seconds pass with the pictures of the camera."""
+    """Replacement for the module ``time`` in `check_robot`: each picture of the camera advances its clock."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -36,7 +36,7 @@ class EvenTime:
 
 @pytest.fixture
 def even_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `check_robot` measure the rate of a camera with `EvenTime`."""
+    """Make `check_robot` measure the rate of a camera with `EvenTime`."""
     clock = EvenTime()
 
     class Counted(Camera):

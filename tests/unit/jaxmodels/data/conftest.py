@@ -1,4 +1,4 @@
-"""Folders of demonstrations, written once: of each version, and with pictures in the rows."""
+"""Folders of demonstrations, written once: one of each version, and one with pictures in the rows."""
 
 import shutil
 from collections.abc import Callable
@@ -17,18 +17,18 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Not to be changed."""
+    """Return the folders by kind; tests must not change them."""
     root = tmp_path_factory.mktemp("datasets")
     return {name: write(root / name.replace(" ", "_")) for name, write in WRITERS.items()}
 
 
 @pytest.fixture(params=WRITERS)
 def folder(written, request: pytest.FixtureRequest) -> Path:
-    """One of each kind."""
+    """Return the folder of each kind in turn."""
     return written[request.param]
 
 
 @pytest.fixture
 def copy(written, tmp_path: Path) -> Callable[[str], Path]:
-    """One to be changed."""
+    """Return a function that copies a folder, so that a test can change it."""
     return lambda name: Path(shutil.copytree(written[name], tmp_path / "dataset"))

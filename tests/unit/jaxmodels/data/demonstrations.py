@@ -1,4 +1,4 @@
-"""Demonstrations that say which row they are: numbers of their own, and frames of one grey each."""
+"""Demonstrations that identify their rows: distinct numbers, and frames of one grey level each."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def spans() -> list[range]:
 
 
 def write(folder: Path) -> Path:
-    """With this package's own writer."""
+    """Write demonstrations with this package's own writer."""
     with DatasetWriter(folder, fps=FPS, joint_names=NAMES, cameras=["front"], robot_type="arm") as writer:
         for span, task in zip(spans(), TASKS, strict=True):
             arrays = {"observation.state": STATE[span], "action": ACTION[span], FRONT: frames(span)}
@@ -95,7 +95,7 @@ def write_old(folder: Path, *, kind: str = "video", chunk_files: int = 2) -> Pat
 def write_video(
     path: Path, rows: range, *, codec: str = "libx264", size: tuple[int, int] = SIZE, **options: str
 ) -> None:
-    """As LeRobot does, unless told otherwise."""
+    """Write a video with LeRobot's options, unless ``options`` change them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w", format="mp4") as container:
         stream: Any = container.add_stream(codec, rate=FPS, options={"g": "2", "crf": "23"} | options)
@@ -124,7 +124,7 @@ def policy(
     looks: int = 1,
     dropped: int = 0,
 ) -> Any:
-    """Return the fields of a config that shape batches."""
+    """Return the fields of a config that determine the shape of batches."""
     return SimpleNamespace(
         cameras=(Feature(camera, "VISUAL", (3, *size)),),
         state=Feature("observation.state", "STATE", (2,)),

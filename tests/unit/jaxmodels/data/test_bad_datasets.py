@@ -16,10 +16,10 @@ VIDEO = f"videos/chunk-000/{FRONT}/episode_000001.mp4"
 TIMES = [row / FPS for row in range(9)]
 
 
-def refused(folder, *said, ask=lambda dataset: None):
+def refused(folder, *message, ask=lambda dataset: None):
     with pytest.raises(DatasetError) as error:
         ask(open_dataset(folder))
-    assert all(text in str(error.value) for text in said), str(error.value)
+    assert all(text in str(error.value) for text in message), str(error.value)
     return str(error.value)
 
 
@@ -32,12 +32,12 @@ def replaced(table, name, values, kind=None):
 
 
 def rewrite(path, change):
-    """Write a changed table in place of the table of a file."""
+    """Replace the table of a file by a changed table."""
     parquet.write_table(change(parquet.read_table(path)), path)
 
 
 def describe(folder, **columns):
-    """Replace columns of the episodes' description."""
+    """Replace columns of the episode table."""
 
     def change(table):
         for name, values in columns.items():
@@ -51,12 +51,12 @@ def features(folder):
     return json.loads((folder / "meta/info.json").read_text())["features"]
 
 
-def test_another_folder_is_refused_with_what_is_wanted(tmp_path):
+def test_other_folder_is_refused_with_the_expected_kinds(tmp_path):
     refused(tmp_path, "no meta/info.json there", "LeRobotDataset v3.0 or v2.1")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "malformed"),
         ("[]", "wanted a JSON object"),
@@ -67,13 +67,13 @@ def test_another_folder_is_refused_with_what_is_wanted(tmp_path):
         ('{"codebase_version": ["v3.0"]}', "wanted v3.0 or v2.1"),
     ],
 )
-def test_a_garbled_description_is_refused(copy, text, said):
+def test_malformed_description_is_refused(copy, text, message):
     folder = copy("v3.0")
     (folder / "meta/info.json").write_text(text)
-    refused(folder, said)
+    refused(folder, message)
 
 
-def test_everything_wrong_with_a_description_is_said_at_once(copy):
+def test_all_errors_of_a_description_are_reported_at_once(copy):
     folder = copy("v3.0")
     entries = features(folder) | {"observation.images.b": {"dtype": "video", "shape": [4, 4], "names": None}}
     entries["observation.images.c"] = {"shape": [4, 4, 3]}
@@ -88,7 +88,7 @@ WRONG_TOTAL = f"has 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         *(("v3.0", {"features": {name: HUGE}}, "the name cannot be used") for name in BAD_NAMES),
         ("v3.0", {"features": {FRONT: HUGE}}, f"frames of {1 << 20}x{1 << 20} pixels"),
@@ -96,14 +96,14 @@ WRONG_TOTAL = f"has 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 
         ("v2.1", {"total_frames": ROWS + 1}, WRONG_TOTAL),
     ],
 )
-def test_an_invalid_description_is_refused(copy, name, change, said):
+def test_invalid_description_is_refused(copy, name, change, message):
     folder = copy(name)
     entries = features(folder) | change.get("features", {})
     edit_json(folder / "meta/info.json", **{**change, "features": entries})
-    refused(folder, said)
+    refused(folder, message)
 
 
-def test_paths_that_a_description_names_are_not_followed(copy):
+def test_paths_in_a_description_are_not_followed(copy):
     folder = copy("v3.0")
     edit_json(folder / "meta/info.json", data_path="../../../etc/passwd", video_path="/dev/zero")
     look(open_dataset(folder))
@@ -123,7 +123,7 @@ def test_paths_that_a_description_names_are_not_followed(copy):
     ],
 )
 @pytest.mark.parametrize("how", ["missing", "garbled", "cut off"])
-def test_a_file_that_is_missing_or_garbled_is_named(copy, name, file, how):
+def test_missing_or_malformed_file_is_named(copy, name, file, how):
     folder = copy(name)
     path = folder / file
     if how == "missing":
@@ -132,15 +132,15 @@ def test_a_file_that_is_missing_or_garbled_is_named(copy, name, file, how):
         path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     else:
         path.write_bytes(b"\x00nonsense" * 99)
-    said = refused(folder, ask=look)
-    assert path.name in said or "meta/episodes" in said
+    message = refused(folder, ask=look)
+    assert path.name in message or "meta/episodes" in message
 
 
 EPISODES = [{"episode_index": 0, "length": 6}, {"episode_index": 2, "length": 14}]
 
 
 @pytest.mark.parametrize(
-    ("file", "rows", "said"),
+    ("file", "rows", "message"),
     [
         ("episodes", [{"episode_index": 0, "length": 20}], "has 3 episodes"),
         ("episodes", EPISODES, "not numbered 0, 1, 2"),
@@ -157,14 +157,14 @@ EPISODES = [{"episode_index": 0, "length": 6}, {"episode_index": 2, "length": 14
         ("tasks", [{"task_index": 0, "task": "pick"}], "rows have tasks 0 to 1; there are 0 to 0"),
     ],
 )
-def test_invalid_rows_of_episodes_and_tasks_are_refused(copy, file, rows, said):
+def test_invalid_rows_of_episodes_and_tasks_are_refused(copy, file, rows, message):
     folder = copy("v2.1")
     lines(folder / f"meta/{file}.jsonl", rows)
-    refused(folder, said)
+    refused(folder, message)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda table: table.slice(1), "found 8 rows of episode 1, wanted 9"),
         (lambda table: pa.concat_tables([table, table.slice(8)]), "found 10 rows of episode 1"),
@@ -183,10 +183,10 @@ def test_invalid_rows_of_episodes_and_tasks_are_refused(copy, file, rows, said):
         (lambda table: replaced(table, "timestamp", [float("nan")] * 9), "timestamp is not finite"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(copy, change, said):
+def test_invalid_rows_are_refused(copy, change, message):
     folder = copy("v2.1")
     rewrite(folder / "data/chunk-000/episode_000001.parquet", change)
-    refused(folder, said, ask=lambda dataset: dataset.vectors("action"))
+    refused(folder, message, ask=lambda dataset: dataset.vectors("action"))
 
 
 def test_rows_without_an_index_are_read(copy):
@@ -197,23 +197,23 @@ def test_rows_without_an_index_are_read(copy):
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "message"),
     [
         ([*range(6, 15), *range(6), *range(15, 20)], "the rows of episodes 0 and 1 are not in the order"),
         ([*range(5), 6, 5, *range(7, 20)], "the rows of episode 0 are not one after another"),
         ([*range(15), 15, 17, 16, 18, 19], "frame_index of episode 2 is 2 in its row 1"),
     ],
 )
-def test_rows_out_of_order_name_their_episode(copy, order, said):
+def test_rows_out_of_order_name_their_episode(copy, order, message):
     folder = copy("v3.0")
     rewrite(folder / "data/chunk-000/file-000.parquet", lambda table: table.take(order))
-    refused(folder, "data/chunk-000/file-000.parquet", said)
-    if "of episode 0 are" in said:
-        with pytest.raises(DatasetError, match=said):
+    refused(folder, "data/chunk-000/file-000.parquet", message)
+    if "of episode 0 are" in message:
+        with pytest.raises(DatasetError, match=message):
             open_dataset(folder, episodes=[0])
 
 
-def test_files_that_are_not_in_the_order_of_the_episodes_are_refused(copy):
+def test_files_out_of_the_order_of_episodes_are_refused(copy):
     folder = copy("v3.0")
     data = folder / "data/chunk-000/file-000.parquet"
     table = parquet.read_table(data)
@@ -225,7 +225,7 @@ def test_files_that_are_not_in_the_order_of_the_episodes_are_refused(copy):
 
 @pytest.mark.parametrize("name", ["v3.0", "v2.1", "v2.1 with pictures"])
 @pytest.mark.parametrize("fps", [10, 19.98, 20.02, 25, 100])
-def test_a_rate_that_the_timestamps_contradict_is_refused(copy, name, fps):
+def test_rate_that_contradicts_the_timestamps_is_refused(copy, name, fps):
     folder = copy(name)
     edit_json(folder / "meta/info.json", fps=fps)
     file = "data/chunk-000/file-000.parquet" if name == "v3.0" else "data/chunk-000/episode_000000.parquet"
@@ -233,13 +233,13 @@ def test_a_rate_that_the_timestamps_contradict_is_refused(copy, name, fps):
 
 
 @pytest.mark.parametrize("fps", [20.000001, 20.005])
-def test_a_rate_close_to_that_of_the_timestamps_is_accepted(copy, fps):
+def test_rate_close_to_the_timestamps_is_accepted(copy, fps):
     folder = copy("v3.0")
     edit_json(folder / "meta/info.json", fps=fps)
     assert open_dataset(folder).fps == fps
 
 
-def test_one_episode_of_another_rate_is_refused(copy):
+def test_episode_with_another_rate_is_refused(copy):
     folder = copy("v2.1")
     times = (np.arange(9) / 10).astype(np.float32)
     rewrite(folder / "data/chunk-000/episode_000001.parquet", lambda table: replaced(table, "timestamp", times))
@@ -271,9 +271,9 @@ FROM, TO = (f"videos/{FRONT}/{end}_timestamp" for end in ("from", "to"))
 
 
 @pytest.mark.parametrize(
-    ("begins", "ends", "said"),
+    ("begins", "ends", "message"),
     [
-        # Written are spans of 6, 9 and 5 frames at 20 per second: 0 to 0.3 s, to 0.75 s, to 1 s.
+        # The written spans have 6, 9 and 5 frames at 20 per second: 0 to 0.3 s, to 0.75 s, to 1 s.
         ((0, 0.3, 0.3), (0.3, 0.75, 0.55), ("episode 2", "0.300 s to 0.550 s", "episode 1 has the frames up to 0.750")),
         ((0, 0.275, 0.75), (0.3, 0.725, 1), ("episode 1", "0.275 s to 0.725 s", "episode 0 has the frames up to 0.3")),
         ((0, 0.3, 0.3), (0.3, 0.75, 0.75), ("episode 2", "9.0 frames", "the episode has 5 rows")),
@@ -284,31 +284,31 @@ FROM, TO = (f"videos/{FRONT}/{end}_timestamp" for end in ("from", "to"))
     ],
 )
 @pytest.mark.parametrize("episodes", [None, [0]])
-def test_video_spans_that_overlap_or_do_not_fit_are_refused(copy, begins, ends, said, episodes):
+def test_overlapping_or_mismatching_video_spans_are_refused(copy, begins, ends, message, episodes):
     folder = copy("v3.0")
     describe(folder, **{FROM: begins, TO: ends})
     with pytest.raises(DatasetError) as error:
         open_dataset(folder, episodes=episodes)
-    named = (f"camera {FRONT}", f"videos/{FRONT}/chunk-000/file-000.mp4") if len(said) > 1 else ()
-    assert all(text in str(error.value) for text in (*said, *named)), str(error.value)
+    named = (f"camera {FRONT}", f"videos/{FRONT}/chunk-000/file-000.mp4") if len(message) > 1 else ()
+    assert all(text in str(error.value) for text in (*message, *named)), str(error.value)
 
 
 @pytest.mark.parametrize(
     ("begins", "ends"),
     [
-        ((0, 0.31, 0.74), (0.3, 0.76, 1.01)),  # touching within half a frame
-        ((0, 0.35, 0.85), (0.3, 0.8, 1.1)),  # frames between the spans, as after an episode that was dropped
-        ((0, 0.3, 0.75), (0.3, 0.75, 1.05)),  # a last frame without a row
+        ((0, 0.31, 0.74), (0.3, 0.76, 1.01)),  # Touching within half a frame.
+        ((0, 0.35, 0.85), (0.3, 0.8, 1.1)),  # Frames between the spans, as after a dropped episode.
+        ((0, 0.3, 0.75), (0.3, 0.75, 1.05)),  # A last frame without a row.
     ],
 )
-def test_video_spans_that_touch_or_leave_frames_out_are_accepted(copy, begins, ends):
+def test_video_spans_that_touch_or_skip_frames_are_accepted(copy, begins, ends):
     folder = copy("v3.0")
     describe(folder, **{FROM: begins, TO: ends})
     assert len(open_dataset(folder)) == ROWS
 
 
 @pytest.mark.parametrize("name", ["v3.0", "v2.1"])
-def test_timestamps_that_are_shifted_against_the_video_are_refused(copy, name):
+def test_timestamps_shifted_against_the_video_are_refused(copy, name):
     folder = copy(name)
     for path in sorted(folder.glob("data/*/*.parquet")):
         table = parquet.read_table(path)
@@ -317,52 +317,52 @@ def test_timestamps_that_are_shifted_against_the_video_are_refused(copy, name):
     refused(folder, "timestamps of episode 1 are 1.000 s to 1.400 s", f"(camera {FRONT})", ".mp4")
 
 
-def test_a_span_that_is_half_a_frame_late_is_refused(copy):
+def test_span_that_is_half_a_frame_late_is_refused(copy):
     folder = copy("v3.0")
     describe(folder, **{FROM: (0.025, 0.325, 0.775), TO: (0.325, 0.775, 1.025)})
     refused(folder, "has no frame at 0.025 s", "or its span is shifted", ask=look)
 
 
-def test_a_file_that_claims_too_many_rows_is_not_read(copy, monkeypatch):
+def test_file_that_claims_too_many_rows_is_not_read(copy, monkeypatch):
     monkeypatch.setattr(table_files, "MAX_ROWS", 8)
     refused(copy("v2.1"), "9 rows; a file of this size has at most 8")
 
 
 @pytest.mark.parametrize(
-    ("last", "options", "said"),
+    ("last", "options", "message"),
     [
         (12, {}, ("episode_000001.mp4 has no frame at 0.300 s", "shorter than its rows")),
         (15, {"size": (48, 32)}, ("has frames of 48x32; the dataset has 32x48",)),
     ],
 )
-def test_a_video_of_another_length_or_size_is_refused(copy, last, options, said):
+def test_video_of_another_length_or_size_is_refused(copy, last, options, message):
     folder = copy("v2.1")
     write_video(folder / VIDEO, range(6, last), **options)
-    refused(folder, *said, ask=look)
+    refused(folder, *message, ask=look)
 
 
-def test_a_codec_that_datasets_do_not_come_in_is_not_decoded(copy):
+def test_unsupported_codec_is_not_decoded(copy):
     folder = copy("v2.1")
     write_video(folder / VIDEO, range(6, 15), codec="mpeg4")
-    said = refused(folder, "episode_000001.mp4", ask=look)
-    assert "wanted one of av1, h264" in said or "cannot be read as a video" in said
+    message = refused(folder, "episode_000001.mp4", ask=look)
+    assert "wanted one of av1, h264" in message or "cannot be read as a video" in message
 
 
-def test_a_playlist_that_names_other_files_is_no_video(copy):
+def test_playlist_is_not_read_as_a_video(copy):
     folder = copy("v2.1")
     (folder / VIDEO).write_text("#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
     refused(folder, "cannot be read as a video", ask=look)
 
 
 @pytest.mark.parametrize(
-    ("picture", "said"),
+    ("picture", "message"),
     [
         (b"", "is an empty file"),
         (b"GIF89a" + bytes(50), "is a GIF file; wanted 8-bit RGB or gray, PNG or JPEG"),
         (png(np.zeros((900, 900, 3), np.uint8)), "is 900x900; wanted 32x48"),
     ],
 )
-def test_a_picture_that_is_none_is_refused(copy, picture, said):
+def test_invalid_picture_is_refused(copy, picture, message):
     folder = copy("v2.1 with pictures")
 
     def change(table):
@@ -371,7 +371,7 @@ def test_a_picture_that_is_none_is_refused(copy, picture, said):
         return replaced(table, FRONT, entries)
 
     rewrite(folder / "data/chunk-000/episode_000001.parquet", change)
-    refused(folder, f"{FRONT} of row 4", said, ask=look)
+    refused(folder, f"{FRONT} of row 4", message, ask=look)
 
 
 @pytest.mark.parametrize("values", [{"mean": [1.0]}, {"std": [None, 1]}, {"min": "no"}, {"mean": [[1.0, 2.0]]}])
@@ -381,6 +381,6 @@ def test_statistics_of_another_shape_are_refused(copy, values):
     refused(folder, "meta/stats.json", "of action", ask=lambda dataset: dataset.statistics())
 
 
-def test_pixels_are_bounded_before_anything_is_opened():
+def test_number_of_pixels_is_checked_before_opening_files():
     with pytest.raises(ValueError, match="at most"):
         metadata._channels_first((5000, 5000, 3), None)

@@ -21,10 +21,10 @@ from tests.unit.jaxmodels.data.demonstrations import (
     write_video,
 )
 
-CODEC = 3  # largest error of a grey level after h264
+CODEC = 3  # Largest error of a grey level after h264.
 
 
-def test_what_was_written_is_read(folder):
+def test_written_dataset_is_read(folder):
     dataset = open_dataset(folder)
     assert (dataset.fps, dataset.robot_type, dataset.joint_names) == (20, "arm", NAMES)
     assert len(dataset) == ROWS
@@ -50,11 +50,11 @@ def has_frames(dataset, positions, rows=None):
     return found.shape == (len(levels), *SIZE, 3) and np.abs(found - levels[:, None, None, None]).max() <= CODEC
 
 
-def test_frames_come_in_the_requested_order(folder):
+def test_frames_have_the_requested_order(folder):
     assert has_frames(open_dataset(folder), [19, 0, 7, 8, 8, 5, 6, 14, 3, 15])
 
 
-def test_chosen_episodes_are_counted_from_the_first_of_them(folder):
+def test_selected_episodes_are_renumbered_from_zero(folder):
     dataset = open_dataset(folder, episodes=[2, 0])
     assert dataset.episodes == (0, 2)
     rows = [*range(6), *range(15, 20)]
@@ -62,13 +62,13 @@ def test_chosen_episodes_are_counted_from_the_first_of_them(folder):
     assert has_frames(dataset, np.arange(11), rows)
 
 
-def test_a_window_repeats_the_ends_of_its_episode_and_says_where(folder):
+def test_window_repeats_the_ends_of_its_episode_and_marks_them(folder):
     values, is_pad = open_dataset(folder).window("action", [4, 6], [-1, 0, 1, 2])
     np.testing.assert_array_equal(values, ACTION[[[3, 4, 5, 5], [6, 6, 7, 8]]])
     assert is_pad.tolist() == [[False, False, False, True], [True, False, False, False]]
 
 
-def test_statistics_of_numbers_are_numpys(folder):
+def test_statistics_of_numbers_equal_numpy(folder):
     found = open_dataset(folder).statistics()["action"]
     expected = {"mean": ACTION.mean(0), "std": ACTION.std(0), "min": ACTION.min(0), "max": ACTION.max(0)}
     expected |= {f"q{percent:02d}": np.quantile(ACTION, percent / 100, axis=0) for percent in (1, 10, 50, 90, 99)}
@@ -87,7 +87,7 @@ def test_statistics_of_pictures_are_those_of_their_pixels(folder):
         np.testing.assert_allclose(found[name], value, atol=CODEC / 255, err_msg=name)
 
 
-def test_written_statistics_are_read_and_those_of_some_episodes_computed(copy):
+def test_statistics_are_read_or_computed_for_selected_episodes(copy):
     folder = copy("v3.0")
     chosen = open_dataset(folder, episodes=[1]).statistics()
     np.testing.assert_allclose(chosen["action"]["mean"], ACTION[6:15].mean(0), rtol=1e-5)
@@ -96,11 +96,12 @@ def test_written_statistics_are_read_and_those_of_some_episodes_computed(copy):
     edit_json(folder / "meta/stats.json", action=wrong)
     found = open_dataset(folder).statistics()["action"]
     assert found["mean"].tolist() == [7, 8]
-    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)  # which is missing there
+    # The written statistics lack it.
+    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"g": "250"}, {"g": "250", "bf": "3"}, {"g": "1"}], ids=str)
-def test_a_frame_is_found_wherever_its_key_frame_is(copy, options):
+def test_frame_is_found_for_any_position_of_its_key_frame(copy, options):
     folder = copy("v2.1")
     write_video(folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4", range(6, 15), **options)
     dataset = open_dataset(folder)
@@ -108,7 +109,7 @@ def test_a_frame_is_found_wherever_its_key_frame_is(copy, options):
         assert has_frames(dataset, rows)
 
 
-def test_another_file_or_other_episodes_have_another_fingerprint(copy):
+def test_fingerprint_depends_on_files_and_episodes(copy):
     folder = copy("v2.1")
     first = open_dataset(folder).fingerprint
     assert open_dataset(folder).fingerprint == first
@@ -117,7 +118,7 @@ def test_another_file_or_other_episodes_have_another_fingerprint(copy):
     assert open_dataset(folder).fingerprint != first
 
 
-def test_what_is_asked_for_wrongly_is_refused(folder):
+def test_invalid_requests_are_refused(folder):
     dataset = open_dataset(folder)
     for ask, said in (
         (lambda: dataset.vectors("reward"), "it has observation.state"),
@@ -133,7 +134,7 @@ def test_what_is_asked_for_wrongly_is_refused(folder):
         dataset.frames(FRONT, np.array([20]))
 
 
-def test_without_pyarrow_it_is_said_what_to_install():
+def test_missing_pyarrow_names_the_package_to_install():
     code = "import sys; sys.modules['pyarrow'] = None; from jaxmodels.data import open_dataset"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "pyarrow: pip install -e '.[training]'" in run.stderr

@@ -33,7 +33,7 @@ def test_each_episode_has_its_task(written):
     assert table["task_index"].to_pylist() == [0] * 6 + [1] * 9 + [0] * 5
 
 
-def test_steps_one_by_one_are_the_same_as_a_whole_episode(written, tmp_path):
+def test_single_steps_equal_a_whole_episode(written, tmp_path):
     shown = frames(range(6))
     with writer(tmp_path / "one") as one:
         for row in range(6):
@@ -47,7 +47,7 @@ def test_steps_one_by_one_are_the_same_as_a_whole_episode(written, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["cubes", "made/cubes/", PurePath("cubes")])
-def test_a_path_may_be_text_or_any_path_object(tmp_path, monkeypatch, path):
+def test_path_may_be_text_or_any_path_object(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with writer(path) as one:
         one.add(step())
@@ -58,7 +58,7 @@ def test_a_path_may_be_text_or_any_path_object(tmp_path, monkeypatch, path):
         writer(path)
 
 
-def test_an_environment_state_is_kept(tmp_path):
+def test_environment_state_is_kept(tmp_path):
     with writer(tmp_path / "one", cameras=(), environment_state=["x", "y", "z"]) as one:
         values = {"observation.state": STATE[:3], "action": ACTION[:3], "observation.environment_state": np.eye(3)}
         one.add_episode(values, "push")
@@ -68,7 +68,7 @@ def test_an_environment_state_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"action": np.zeros(3)}, "wanted 2 finite numbers"),
         ({"action": np.array([0, np.nan])}, "wanted 2 finite numbers"),
@@ -78,19 +78,19 @@ def test_an_environment_state_is_kept(tmp_path):
         ({"observation.images.top": frames(range(1))[0]}, "a step has"),
     ],
 )
-def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, said):
+def test_invalid_step_is_refused_and_leaves_no_files(tmp_path, more, message):
     def write():
         with writer(tmp_path / "one") as one:
             one.add(step())
             one.add(step(**more))
 
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         write()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("steps", "task", "said"),
+    ("steps", "task", "message"),
     [
         (0, "pick", "of 0 steps"),
         (1, " ", "the task ' '"),
@@ -98,7 +98,7 @@ def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, 
         (0, None, "the dataset has no episodes"),
     ],
 )
-def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):
+def test_episode_needs_steps_and_a_task(tmp_path, steps, task, message):
     def write():
         with writer(tmp_path / "one") as one:
             for _ in range(steps):
@@ -106,13 +106,13 @@ def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):
             if task is not None:
                 one.end_episode(task)
 
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         write()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"fps": 0}, "a rate of 0"),
         ({"fps": True}, "a rate of True; wanted a number above 0, 10000 at most"),
@@ -125,13 +125,13 @@ def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):
         ({"cameras": ["a/b"]}, "no name for a feature"),
     ],
 )
-def test_what_cannot_be_a_dataset_is_refused_before_anything_is_written(tmp_path, more, said):
-    with pytest.raises(DatasetError, match=said):
+def test_invalid_dataset_is_refused_before_writing(tmp_path, more, message):
+    with pytest.raises(DatasetError, match=message):
         writer(tmp_path / "one", **more)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_leaves_no_files(tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 
@@ -141,7 +141,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_episode_may_be_a_single_step_of_equally_long_features(tmp_path):
+def test_episode_may_be_one_step_of_equally_long_features(tmp_path):
     with pytest.raises(DatasetError, match="differ in length"), writer(tmp_path / "one") as one:
         one.add_episode(episode(3) | {"action": ACTION[:4]}, "pick")
     with writer(tmp_path / "one") as one:

@@ -1,4 +1,4 @@
-"""Parity with lerobot 0.4.4: each side reads the datasets of the other to the same numbers."""
+"""Parity with lerobot 0.4.4: both packages read each other's datasets to the same numbers."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, LENGTHS, STATE, TASKS, level, policy, spans
 
 pytestmark = pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
-# Largest errors in levels of 255: of two decoders, which round colours differently, and of the codec.
+# Largest errors in levels of 255: two decoders round colours differently, and the codec is lossy.
 DECODER, CODEC = 2, 4
 
 WRITE = """
@@ -18,23 +18,23 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-told = json.loads(sys.argv[2])
+spec = json.loads(sys.argv[2])
 names = ["shoulder.pos", "elbow.pos"]
 vector = {"dtype": "float32", "shape": (2,), "names": names}
-picture = {"dtype": told["kind"], "shape": (32, 48, 3), "names": ["height", "width", "channels"]}
+picture = {"dtype": spec["kind"], "shape": (32, 48, 3), "names": ["height", "width", "channels"]}
 made = LeRobotDataset.create("robojax/arm", fps=20, root=sys.argv[1], robot_type="arm",
-                             use_videos=told["kind"] == "video",
-                             features={"observation.state": vector, "action": vector, told["camera"]: picture})
-for episode in told["episodes"]:
+                             use_videos=spec["kind"] == "video",
+                             features={"observation.state": vector, "action": vector, spec["camera"]: picture})
+for episode in spec["episodes"]:
     for row in episode["rows"]:
-        made.add_frame({"observation.state": np.array(told["state"][row], np.float32),
-                        "action": np.array(told["action"][row], np.float32),
-                        told["camera"]: np.full((32, 48, 3), told["levels"][row], np.uint8), "task": episode["task"]})
+        made.add_frame({"observation.state": np.array(spec["state"][row], np.float32),
+                        "action": np.array(spec["action"][row], np.float32),
+                        spec["camera"]: np.full((32, 48, 3), spec["levels"][row], np.uint8), "task": episode["task"]})
     made.save_episode()
 made.finalize()
 """
 
-# Every row as lerobot sees it, and a window with the steps that follow.
+# Read each row as lerobot returns it, and a window of the following steps.
 READ = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -54,22 +54,22 @@ np.savez(sys.argv[2], state=np.stack([row["observation.state"] for row in rows])
 
 @pytest.fixture(scope="module", params=["written here", "video", "image"])
 def both(written, request, tmp_path_factory):
-    """A dataset of either side, read by both."""
+    """A dataset of each package, read by both."""
     folder = tmp_path_factory.mktemp("lerobot")
     if request.param == "written here":
         dataset = written["v3.0"]
     else:
         dataset = folder / "dataset"
         episodes = [{"rows": list(span), "task": task} for span, task in zip(spans(), TASKS, strict=True)]
-        told = {"kind": request.param, "camera": FRONT, "episodes": episodes}
-        told |= {"state": STATE.tolist(), "action": ACTION.tolist(), "levels": [level(row) for row in range(20)]}
-        lerobot("-c", WRITE, dataset, json.dumps(told))
+        spec = {"kind": request.param, "camera": FRONT, "episodes": episodes}
+        spec |= {"state": STATE.tolist(), "action": ACTION.tolist(), "levels": [level(row) for row in range(20)]}
+        lerobot("-c", WRITE, dataset, json.dumps(spec))
     lerobot("-c", READ, dataset, folder / "seen.npz", FRONT)
     with np.load(folder / "seen.npz") as seen:
         return open_dataset(dataset), dict(seen)
 
 
-def test_both_sides_see_the_same_rows(both):
+def test_both_packages_read_the_same_rows(both):
     ours, theirs = both
     rows = np.arange(sum(LENGTHS))
     assert ours.fps == theirs["fps"]
@@ -80,14 +80,14 @@ def test_both_sides_see_the_same_rows(both):
     assert [ours.tasks[number] for number in ours.task_index] == theirs["task"].tolist()
 
 
-def test_both_sides_see_the_same_frames(both):
+def test_both_packages_read_the_same_frames(both):
     ours, theirs = both
     found = ours.frames(FRONT, np.arange(sum(LENGTHS))).astype(int)
     assert np.abs(found - theirs["frames"]).max() <= DECODER
     assert np.abs(found[:, 0, 0, 0] - [level(row) for row in range(20)]).max() <= CODEC
 
 
-def test_both_sides_have_the_same_statistics(both):
+def test_both_packages_read_the_same_statistics(both):
     ours, theirs = both
     for name, found in ours.statistics().items():
         for key, value in found.items():
@@ -96,9 +96,9 @@ def test_both_sides_have_the_same_statistics(both):
                 np.testing.assert_allclose(value, theirs[label], rtol=1e-6, atol=1e-7, err_msg=label)
 
 
-def test_statistics_that_are_computed_here_are_those_that_lerobot_computes(both):
+def test_computed_statistics_equal_lerobot(both):
     ours, theirs = both
-    chosen = open_dataset(ours.folder, episodes=range(len(LENGTHS)))  # so they are not read
+    chosen = open_dataset(ours.folder, episodes=range(len(LENGTHS)))  # A selection is computed instead of read.
     found = chosen.statistics()
     for key in ("mean", "std", "min", "max", "count"):
         np.testing.assert_allclose(found["action"][key], theirs[f"action {key}"], rtol=1e-4, err_msg=key)
@@ -107,7 +107,7 @@ def test_statistics_that_are_computed_here_are_those_that_lerobot_computes(both)
             np.testing.assert_allclose(found[FRONT][key], theirs[f"{FRONT} {key}"], atol=CODEC / 255, err_msg=key)
 
 
-def test_a_batch_is_made_of_the_same_rows(both):
+def test_batch_has_the_same_rows(both):
     ours, theirs = both
     batch = Loader(ours, policy(), batch_size=16, seed=0, cache=False).at(2)
     rows = batch.state[:, 0].astype(int)

@@ -24,11 +24,11 @@ def same(one, two):
 
 
 def rows_of(batch):
-    """The first number of a state is its row."""
+    """Return the rows of a batch; the first number of a state is its row."""
     return batch.state[:, 0].astype(int)
 
 
-def test_a_batch_holds_what_was_seen_and_the_actions_that_followed(dataset):
+def test_batch_has_observations_and_the_following_actions(dataset):
     batch = loader(dataset, batch_size=64).at(0)
     rows = rows_of(batch)
     ends = np.repeat(dataset.ends, dataset.lengths)[rows][:, None]
@@ -41,12 +41,12 @@ def test_a_batch_holds_what_was_seen_and_the_actions_that_followed(dataset):
     assert batch.environment_state is None
 
 
-def test_batches_hold_a_history_and_the_actions_since_its_start(dataset):
-    """LeRobot's delta timestamps: observations -2 to 0, actions -2 to 2, repeated beyond an episode's ends."""
+def test_batch_has_a_history_and_the_actions_since_its_start(dataset):
+    """Use LeRobot's delta timestamps: observations -2 to 0, actions -2 to 2, repeated at the ends of an episode."""
     batch = loader(dataset, batch_size=64, sees={"looks": 3, "chunk": 5, "dropped": 2}).at(0)
     rows = batch.state[:, -1, 0].astype(int)
     (starts, ends) = (np.repeat(at, dataset.lengths)[rows][:, None] for at in (dataset.starts, dataset.ends))
-    assert (rows[:, None] < ends - 2).all(), "the last two of each episode are left out"
+    assert (rows[:, None] < ends - 2).all(), "the last two rows of each episode must be dropped"
     seen, wanted = rows[:, None] + np.arange(-2, 1), rows[:, None] + np.arange(-2, 3)
     np.testing.assert_array_equal(batch.state, STATE[np.maximum(seen, starts)])
     np.testing.assert_array_equal(batch.actions, ACTION[np.clip(wanted, starts, ends - 1)])
@@ -58,15 +58,15 @@ def test_batches_hold_a_history_and_the_actions_since_its_start(dataset):
         loader(dataset, sees={"dropped": 99})
 
 
-def test_batches_depend_on_the_seed_and_the_step_alone(dataset):
+def test_batches_depend_only_on_seed_and_step(dataset):
     one, again = loader(dataset), loader(dataset)
-    for step in (9, 2, 0):  # in any order
+    for step in (9, 2, 0):  # In any order.
         assert same(one.at(step), again.at(step))
     assert not same(one.at(1), loader(dataset, seed=4).at(1))
     assert not same(one.at(1), one.at(2))
 
 
-def test_every_row_comes_once_in_an_epoch(dataset):
+def test_each_row_occurs_once_per_epoch(dataset):
     one = loader(dataset)
     epochs = [np.concatenate([rows_of(one.at(step)) for step in range(start, start + 4)]) for start in (0, 4)]
     for seen in epochs:
@@ -84,7 +84,7 @@ def test_prefetched_batches_are_the_same_and_in_order(dataset):
     assert one.waited > 0
 
 
-def test_parts_of_a_batch_are_the_whole_batch(dataset):
+def test_parts_of_a_batch_form_the_whole_batch(dataset):
     whole = loader(dataset, batch_size=6).at(5)
     parts = [loader(dataset, batch_size=6, shard=(index, 3)).at(5) for index in range(3)]
     np.testing.assert_array_equal(np.concatenate([part.actions for part in parts]), whole.actions)
@@ -94,14 +94,14 @@ def test_parts_of_a_batch_are_the_whole_batch(dataset):
             loader(dataset, batch_size=size, shard=shard)
 
 
-def test_everything_a_policy_misses_is_said_at_once(dataset):
+def test_all_missing_features_are_reported_at_once(dataset):
     with pytest.raises(DatasetError) as refused:
         loader(dataset, sees={"camera": "observation.images.wrist", "width": 3})
     assert "no observation.images.wrist" in str(refused.value)
     assert "action is ACTION [2]; the policy has ACTION [3]" in str(refused.value)
 
 
-def test_cached_frames_are_the_decoded_ones_resized(folder, tmp_path):
+def test_cached_frames_are_the_resized_decoded_frames(folder, tmp_path):
     dataset = open_dataset(folder)
     told = []
     sees = {"size": SMALL}
@@ -121,14 +121,14 @@ def test_frames_are_decoded_into_the_cache_once(copy, tmp_path):
     again = loader(open_dataset(folder), cache=tmp_path / "cache", on_progress=lambda *at: told.append(at))
     assert told == []
     assert same(again.at(0), first)
-    # Another file is another dataset.
+    # A changed file makes another dataset.
     write_video(folder / f"videos/chunk-000/{FRONT}/episode_000000.mp4", range(6, 12))
     changed = loader(open_dataset(folder), cache=tmp_path / "cache")
     assert changed.at(0).images[0].max() > 0
     assert len(list((tmp_path / "cache").glob("*.frames"))) == 2
 
 
-def test_what_does_not_fit_the_cache_is_decoded_each_time(dataset, tmp_path, monkeypatch):
+def test_frames_beyond_the_cache_size_are_decoded_each_time(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(frame_cache, "LIMIT", 1000)
     one = loader(dataset, cache=tmp_path)
     assert not one.is_cached
@@ -136,20 +136,20 @@ def test_what_does_not_fit_the_cache_is_decoded_each_time(dataset, tmp_path, mon
     assert same(one.at(0), loader(dataset).at(0))
 
 
-def test_the_frames_that_were_not_used_longest_make_room(written, tmp_path, monkeypatch):
+def test_least_recently_used_frames_are_evicted(written, tmp_path, monkeypatch):
     monkeypatch.setattr(frame_cache, "LIMIT", 2 * ROWS * 32 * 48 * 3)
     for name in ("v3.0", "v2.1", "v2.1 with pictures"):
         assert loader(open_dataset(written[name]), cache=tmp_path).is_cached
     assert len(list(tmp_path.glob("*.frames"))) == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(dataset, tmp_path, caplog):
+def test_unwritable_cache_folder_costs_only_time(dataset, tmp_path, caplog):
     (tmp_path / "file").write_text("no folder")
     assert not loader(dataset, cache=tmp_path / "file").is_cached
     assert frame_cache.VARIABLE in caplog.text
 
 
-def test_a_cache_that_fails_leaves_nothing(copy, tmp_path):
+def test_failed_cache_leaves_no_files(copy, tmp_path):
     folder = copy("v2.1")
     write_video(folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4", range(6, 9))
     with pytest.raises(DatasetError, match="shorter than its rows"):
@@ -157,7 +157,7 @@ def test_a_cache_that_fails_leaves_nothing(copy, tmp_path):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_frame_that_cannot_be_read_stops_the_batches(copy):
+def test_unreadable_frame_stops_the_batches(copy):
     folder = copy("v2.1")
     one = loader(open_dataset(folder), workers=2)
     (folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4").unlink()
@@ -167,7 +167,7 @@ def test_a_frame_that_cannot_be_read_stops_the_batches(copy):
         loader(open_dataset(folder), cache=folder / "cache")
 
 
-def test_the_users_cache_is_where_the_environment_says(dataset, tmp_path, monkeypatch):
+def test_environment_selects_the_cache_folder(dataset, tmp_path, monkeypatch):
     monkeypatch.setenv(frame_cache.VARIABLE, str(tmp_path / "here"))
     assert loader(dataset, cache=True).is_cached
     assert list((tmp_path / "here").glob("*.frames"))

@@ -1,4 +1,4 @@
-"""Pictures: colour is decoded exactly, and what is no colour picture is refused."""
+"""Pictures: colours are decoded exactly, and files other than colour pictures are refused."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from jaxmodels.data.pictures import decode_picture
 from jaxmodels.errors import PictureError
 
-# A height that differs from the width shows a picture that is turned.
+# The height differs from the width, so that a rotation is visible.
 RAMP = np.linspace(0, 255, 16 * 24).reshape(16, 24).astype(np.uint8)
 COLOUR = np.stack((RAMP, RAMP[::-1], RAMP[:, ::-1]), axis=-1)
 
@@ -45,7 +45,7 @@ def build_png(samples, colour_type, *chunks):
 
 
 DEEP = RAMP.astype(np.uint16) * 257
-DEPTH = np.linspace(300, 4000, RAMP.size).reshape(RAMP.shape).astype(np.uint16)  # millimetres
+DEPTH = np.linspace(300, 4000, RAMP.size).reshape(RAMP.shape).astype(np.uint16)  # Millimetres.
 GRAY = np.repeat(RAMP[..., None], 3, -1)
 BLACK_AND_WHITE = np.where(GRAY > 127, 255, 0).astype(np.uint8)
 PALETTE = Image.fromarray(COLOUR).quantize(8)
@@ -73,7 +73,7 @@ def test_colour_and_gray_are_decoded_exactly(file, expected):
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "message"),
     [
         (save(Image.fromarray(DEEP)), "a 16-bit gray picture"),
         (save(Image.fromarray(DEPTH)), "a 16-bit gray picture"),
@@ -93,8 +93,8 @@ def test_colour_and_gray_are_decoded_exactly(file, expected):
         *((save(Image.fromarray(COLOUR), "JPEG")[:size], "a damaged or incomplete JPEG file") for size in (3, 640)),
     ],
 )
-def test_a_file_that_is_no_colour_picture_is_refused(file, said):
-    with pytest.raises(PictureError, match=said) as error:
+def test_file_that_is_not_a_colour_picture_is_refused(file, message):
+    with pytest.raises(PictureError, match=message) as error:
         decode(file)
     assert "wanted 8-bit RGB or gray, PNG or JPEG" in str(error.value)
 
@@ -107,7 +107,7 @@ def rotated(orientation, form):
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG"])
 @pytest.mark.parametrize("orientation", range(10))
-def test_a_picture_is_turned_as_its_orientation_says(orientation, form):
+def test_picture_is_rotated_by_its_orientation(orientation, form):
     file = rotated(orientation, form)
     with Image.open(io.BytesIO(file)) as opened:
         expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
@@ -115,7 +115,7 @@ def test_a_picture_is_turned_as_its_orientation_says(orientation, form):
     np.testing.assert_array_equal(decode(file), expected)
 
 
-def test_an_orientation_behind_the_pixels_counts():
+def test_orientation_after_the_pixels_is_applied():
     file = rotated(6, "PNG")
     start = file.index(b"eXIf") - 4
     size = 12 + struct.unpack(">I", file[start : start + 4])[0]
@@ -124,7 +124,7 @@ def test_an_orientation_behind_the_pixels_counts():
     np.testing.assert_array_equal(decode(moved), np.rot90(COLOUR, -1))
 
 
-@pytest.mark.filterwarnings("ignore:.*EXIF")  # of Pillow, which looks for the resolution there
+@pytest.mark.filterwarnings("ignore:.*EXIF")  # Pillow reads the resolution there.
 def test_malformed_exif_data_are_ignored_and_large_ones_refused():
     for exif in (b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0"):
         assert decode(save(Image.fromarray(COLOUR), "JPEG", exif=exif)).shape == COLOUR.shape
@@ -132,7 +132,7 @@ def test_malformed_exif_data_are_ignored_and_large_ones_refused():
         decode(save(Image.fromarray(COLOUR), "PNG", exif=b"Exif\0\0II*\0" + bytes(70_000)))
 
 
-def test_the_size_is_checked_before_anything_is_decoded():
+def test_size_is_checked_before_decoding():
     def refuse(height, width):
         raise OverflowError(f"{height} x {width}")
 

@@ -1,4 +1,4 @@
-"""Datasets of the Hub, from a small server on this machine that answers like it."""
+"""Datasets of the Hub, served by the stub Hub on this machine."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,13 +15,13 @@ from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT
 
 @pytest.fixture
 def stub(written, tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # Telemetry calls the real Hub.
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     folder = written["v2.1"]
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with StubHub() as stub:
-        # The Hub's client has read the environment when it was imported.
+        # The client of the Hub reads the environment at its import.
         monkeypatch.setattr(hub, "fetch", partial(hub.fetch, endpoint=stub.url))
         stub.push("someone/cubes", {**files, "loader.py": b"print('run')"}, type="dataset")
         yield stub
@@ -31,7 +31,7 @@ def downloads(stub: StubHub) -> set[str]:
     return {request.path.rsplit("/", 1)[-1] for request in stub.requests if "/resolve/" in request.path}
 
 
-def test_a_dataset_of_the_hub_is_read(stub):
+def test_dataset_of_the_hub_is_read(stub):
     told: list[str] = []
     dataset = open_dataset("someone/cubes", on_progress=told.append)
     np.testing.assert_array_equal(dataset.vectors("action"), ACTION)
@@ -40,14 +40,14 @@ def test_a_dataset_of_the_hub_is_read(stub):
     assert "loader.py" not in downloads(stub)
 
 
-def test_only_the_files_of_the_chosen_episodes_are_fetched(stub):
+def test_only_files_of_selected_episodes_are_fetched(stub):
     dataset = open_dataset("someone/cubes", episodes=[1])
     np.testing.assert_array_equal(dataset.vectors("action"), ACTION[6:15])
     files = {name for name in downloads(stub) if name.startswith("episode_")}
     assert files == {"episode_000001.parquet", "episode_000001.mp4"}
 
 
-def test_what_is_neither_a_folder_nor_a_repo_is_said(stub):
+def test_path_that_is_neither_folder_nor_repo_is_refused(stub):
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
         open_dataset("no/such/folder")
     with pytest.raises(HubError, match="no such repo"):

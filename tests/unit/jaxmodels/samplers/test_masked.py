@@ -1,4 +1,4 @@
-"""MaskGIT beyond diffusers: tokens that are taken back, no chance at all, members of a batch on their own."""
+"""MaskGIT beyond diffusers: remasked tokens, sampling without randomness, independent batch members."""
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,19 @@ def changes_its_mind(tokens: jax.Array, t: jax.Array) -> jax.Array:
     return jnp.log(jnp.stack([1 - share, share]))[None]
 
 
-@pytest.mark.parametrize(("remasking", "wanted"), [(False, [1, 0, 0, 0]), (True, [0, 0, 0, 0])])
-def test_a_token_that_was_chosen_too_early_is_taken_back(remasking: bool, wanted: list[int]) -> None:
+@pytest.mark.parametrize(("remasking", "expected"), [(False, [1, 0, 0, 0]), (True, [0, 0, 0, 0])])
+def test_token_that_was_chosen_too_early_is_remasked(remasking: bool, expected: list[int]) -> None:
     schedule = MaskSchedule(3, "linear", (0.0, 0.0), class_temperature=0.0, remasking=remasking)
     found = maskgit(changes_its_mind, (1, 4), KEY, schedule, steps=4, distributions=True)
-    assert found.ids[0].tolist() == wanted
-    # Probabilities are those of the last choice.
+    assert found.ids[0].tolist() == expected
+    # The probabilities belong to the last choice.
     np.testing.assert_allclose(np.exp(found.log_probability[0, 0]), 0.99 if remasking else 0.6, rtol=1e-5)
     assert found.distribution is not None
     np.testing.assert_allclose(np.exp(found.distribution[0, 1, 0]), 0.01 if remasking else 0.6, rtol=1e-5)
 
 
 def drawn(seed: jax.Array, tokens: jax.Array, t: jax.Array) -> jax.Array:
-    """Opinions that hang on everything that is seen; also (-inf) that classes are impossible."""
+    """Return random logits that depend on all visible tokens; some classes are impossible (-inf)."""
     key = jax.random.fold_in(jax.random.fold_in(KEY, seed), jnp.sum(tokens * jnp.arange(1, 7)) + t)
     shape = (tokens.shape[0], CLASSES - 1, tokens.shape[1])
     likes = 5 * jax.random.normal(key, shape, jnp.float32)
@@ -43,7 +43,7 @@ def drawn(seed: jax.Array, tokens: jax.Array, t: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("remasking", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_known_tokens_stay_and_no_token_stays_masked(temperature: float, remasking: bool) -> None:
+def test_known_tokens_are_kept_and_all_others_are_filled(temperature: float, remasking: bool) -> None:
     schedule = MaskSchedule(CLASSES, temperature=(temperature, 0.0), class_temperature=temperature, remasking=remasking)
     given = np.full(SHAPE, CLASSES - 1)
     given[0] = [0, 1, 2, 3, 2, 1]
@@ -60,8 +60,8 @@ def test_known_tokens_stay_and_no_token_stays_masked(temperature: float, remaski
     assert seen == set(range(CLASSES - 1))
 
 
-@pytest.mark.parametrize(("steps", "wanted"), [(5, [20, 19, 18, 14, 7]), (1, [20])])
-def test_the_first_step_keeps_one_token_if_that_is_wanted(steps: int, wanted: list[int]) -> None:
+@pytest.mark.parametrize(("steps", "expected"), [(5, [20, 19, 18, 14, 7]), (1, [20])])
+def test_first_step_keeps_one_token_on_request(steps: int, expected: list[int]) -> None:
     masked: list[int] = []
 
     def even(tokens: jax.Array, t: jax.Array) -> jax.Array:
@@ -71,11 +71,11 @@ def test_the_first_step_keeps_one_token_if_that_is_wanted(steps: int, wanted: li
     schedule = MaskSchedule(CLASSES, temperature=(0.0, 0.0), class_temperature=0.0, begins_with_one=True)
     found = maskgit(even, (1, 20), KEY, schedule, steps=steps)
     jax.effects_barrier()
-    assert masked == wanted
+    assert masked == expected
     assert (np.asarray(found.ids) < CLASSES - 1).all()
 
 
-def test_without_any_temperature_nothing_is_left_to_chance() -> None:
+def test_sampling_without_temperature_is_deterministic() -> None:
     predict = Partial(drawn, jnp.asarray(1))
     assert GREEDY.is_greedy
     assert not MaskSchedule(CLASSES, temperature=(0.0, 0.0)).is_greedy
@@ -84,20 +84,20 @@ def test_without_any_temperature_nothing_is_left_to_chance() -> None:
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_members_that_see_the_same_get_the_same_on_request(alike: bool) -> None:
+def test_equal_members_get_equal_samples_on_request(alike: bool) -> None:
     even = jnp.zeros((4, CLASSES - 1, 6))
     ids = np.asarray(maskgit(lambda *_: even, (4, 6), KEY, MaskSchedule(CLASSES), steps=3, alike=alike).ids)
     assert (ids == ids[:1]).all() == alike
     assert len(set(ids[0].tolist())) > 1
 
 
-def test_distributions_are_those_of_the_choice_and_none_of_given_tokens() -> None:
+def test_distributions_cover_chosen_tokens_and_not_known_tokens() -> None:
     table = jax.nn.log_softmax(jax.random.normal(KEY, (3, CLASSES - 1, 6), jnp.float32), axis=1)
     given = np.full(SHAPE, CLASSES - 1)
     given[:, 2] = 1
     found = maskgit(lambda x, t: table, SHAPE, KEY, GREEDY, steps=3, known=given, distributions=True)
-    wanted = np.where((given != CLASSES - 1)[:, None], 0, table)
-    np.testing.assert_allclose(np.asarray(found.distribution), wanted, rtol=1e-5)
+    expected = np.where((given != CLASSES - 1)[:, None], 0, table)
+    np.testing.assert_allclose(np.asarray(found.distribution), expected, rtol=1e-5)
     plain = maskgit(lambda x, t: table, SHAPE, KEY, GREEDY, steps=3, known=given)
     assert isinstance(plain, MaskedTokens)
     assert plain.distribution is None

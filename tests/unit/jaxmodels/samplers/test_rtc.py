@@ -1,4 +1,4 @@
-"""Real-time chunking: lerobot's numbers, one program for all delays, and what it is for."""
+"""Real-time chunking: lerobot's numbers, one program for all delays, and its effect on chunks."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ CASES = json.loads((GOLDEN / "cases.json").read_text())
 FLOW = FlowSchedule(spacing="uniform")
 KEY = jax.random.key(0, impl="unsafe_rbg")  # The default generator compiles slowly.
 SHAPE = (3, 8, 2)
-# name: sampler, its schedule, steps
+# Name: sampler, its schedule, steps.
 SAMPLERS: dict[str, tuple[Any, Any, int]] = {
     "euler": (flow_euler, FLOW, 5),
     "heun": (flow_heun, FLOW, 3),
@@ -56,7 +56,7 @@ def prefix(delay: Any, length: Any, actions: Any = 0.7) -> Prefix:
 
 
 def mixed(weight: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
-    """A model in which every action depends on all of its chunk."""
+    """Return a prediction in which each action depends on all actions of its chunk."""
     return jnp.tanh(jnp.einsum("st,bta->bsa", weight, x)) + 0.1 * x
 
 
@@ -80,13 +80,13 @@ pulls = jax.jit(pull, static_argnums=1)
 
 
 @pytest.mark.parametrize("index", range(len(CASES["masks"])), ids=lambda index: str(CASES["masks"][index]))
-def test_the_soft_mask_is_lerobots(arrays: dict[str, np.ndarray], index: int) -> None:
+def test_soft_mask_equals_lerobot(arrays: dict[str, np.ndarray], index: int) -> None:
     delay, length, chunk = CASES["masks"][index]
     ours = masks(jnp.array([delay]), jnp.array([length]), chunk)[0]
     np.testing.assert_allclose(ours, arrays[f"mask.{index}"], atol=1e-6)
 
 
-def test_the_pull_is_the_papers_formula_and_bounded_at_both_ends() -> None:
+def test_guidance_weight_follows_the_paper_and_is_bounded() -> None:
     tau = np.array([0.1, 0.3, 0.5, 0.8], np.float32)
     r2 = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
     np.testing.assert_allclose(pulls(jnp.asarray(1 - tau), 100.0), (1 - tau) / (tau * r2), rtol=1e-5)
@@ -94,7 +94,7 @@ def test_the_pull_is_the_papers_formula_and_bounded_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(CASES["cases"])), ids=lambda index: str(CASES["cases"][index]))
-def test_guided_chains_are_lerobots(arrays: dict[str, np.ndarray], index: int) -> None:
+def test_guided_sampling_equals_lerobot(arrays: dict[str, np.ndarray], index: int) -> None:
     case = CASES["cases"][index]
     plan = arrays["plan"]
     batch = len(plan)
@@ -110,19 +110,19 @@ def test_guided_chains_are_lerobots(arrays: dict[str, np.ndarray], index: int) -
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_plan_is_continued_and_who_has_none_is_answered_as_ever(name: str) -> None:
+def test_plan_is_continued_and_members_without_one_are_unchanged(name: str) -> None:
     sampler, schedule, steps = SAMPLERS[name]
     model = gaussian(schedule)
     plain = sampler(model, SHAPE, KEY, schedule, steps=steps)
     ways = [continuing(model, prefix(2, length), schedule) for length in (0, [0, 6, 0])]
-    nobody, one = (sampler(way, SHAPE, KEY, schedule, steps=steps) for way in ways)
-    np.testing.assert_allclose(nobody, plain, atol=1e-6)  # and bit for bit, but for what a compiler may reorder
+    unguided, one = (sampler(way, SHAPE, KEY, schedule, steps=steps) for way in ways)
+    np.testing.assert_allclose(unguided, plain, atol=1e-6)  # Equal except for reordered operations.
     np.testing.assert_allclose(one[::2], plain[::2], atol=1e-6)
     away, before = (np.abs(np.asarray(sample)[1, :2] - 0.7).mean() for sample in (one, plain))
     assert away < before / 3
 
 
-def test_diffusion_is_guided_as_the_flow_that_it_amounts_to() -> None:
+def test_diffusion_is_guided_like_the_equivalent_flow() -> None:
     plan, t = prefix(3, 7), 400
     alpha = float(NoiseSchedule().alphas[t])
     signal, noise = alpha**0.5, (1 - alpha) ** 0.5
@@ -146,7 +146,7 @@ def test_diffusion_is_guided_as_the_flow_that_it_amounts_to() -> None:
             schedule = NoiseSchedule(prediction_type=kind, clip_sample=False)  # type: ignore[arg-type]
             guided = continuing(predict, plan, schedule)(x, jnp.int32(t))
             found.append(schedule.split(guided, x, jnp.float32(alpha)))
-        # the flow's x is x / whole, and its velocity (x - sample) / sigma
+        # The flow's x is x / whole, and its velocity is (x - sample) / sigma.
         flow = continuing(lambda z, t: (z - sample(z * whole)) / sigma, plan, FLOW)(x / whole, sigma * 1000)
         return [*found, (x / whole - sigma * flow, x / whole + (1 - sigma) * flow)]
 
@@ -157,7 +157,7 @@ def test_diffusion_is_guided_as_the_flow_that_it_amounts_to() -> None:
         np.testing.assert_allclose(left, found[0][1], atol=2e-5)
 
 
-def test_what_lies_beyond_the_plan_is_not_read() -> None:
+def test_values_beyond_the_plan_are_not_read() -> None:
     actions = np.full(SHAPE, np.nan, np.float32)
     actions[:, :4] = 0.7
     sample = flow_euler(continuing(MODEL, prefix(2, 4, actions), FLOW), SHAPE, KEY, FLOW, steps=3)
@@ -166,7 +166,7 @@ def test_what_lies_beyond_the_plan_is_not_read() -> None:
     np.testing.assert_array_equal(begin_with(prefix([0, 2, 6], 4, actions), sample)[2, 4:], sample[2, 4:])
 
 
-def test_a_plan_of_another_shape_and_a_bound_of_nothing_are_refused() -> None:
+def test_invalid_plan_shape_and_zero_bound_are_refused() -> None:
     with pytest.raises(InputError, match=r"prefix has actions of \[3, 8, 2\]; wanted \[3, 9, 2\]"):
         flow_euler(continuing(MODEL, prefix(1, 2), FLOW), (3, 9, 2), KEY, FLOW, steps=2)
     with pytest.raises(ConfigError, match="bound of the guidance is 0"):
@@ -174,7 +174,7 @@ def test_a_plan_of_another_shape_and_a_bound_of_nothing_are_refused() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 3, 6])
-def test_chunks_keep_to_the_side_of_the_plan(delay: int) -> None:
+def test_chunks_stay_on_the_side_of_the_plan(delay: int) -> None:
     unguided, rtc = (real_time_chunking.seams(way, delay, 64) for way in ("unguided", "rtc"))
     assert unguided.changes > 0.4
     assert rtc.jump < unguided.jump / 3
@@ -182,12 +182,12 @@ def test_chunks_keep_to_the_side_of_the_plan(delay: int) -> None:
 
 
 @pytest.mark.parametrize("delay", [1, 6])
-def test_a_model_trained_for_it_keeps_to_the_side_of_the_plan_always(delay: int) -> None:
+def test_trained_model_always_stays_on_the_side_of_the_plan(delay: int) -> None:
     found = real_time_chunking.seams("trained prefix", delay, 64)
     assert (found.jump, found.changes) < (0.02, 0.02)
 
 
-def test_training_examples_keep_the_prefix_free_of_noise() -> None:
+def test_training_examples_have_a_prefix_without_noise() -> None:
     actions, noise = jnp.full(SHAPE, 2.0), jnp.full(SHAPE, -1.0)
     made = example(FLOW, actions, noise, jnp.array([0.5, 1.0, 0.0]), jnp.array([0, 3, 8]))
     np.testing.assert_array_equal(made.counts.sum(1), [8, 5, 0])
@@ -196,7 +196,7 @@ def test_training_examples_keep_the_prefix_free_of_noise() -> None:
     np.testing.assert_array_equal(made.target, -3)
 
 
-def test_a_given_prefix_comes_out_as_it_went_in() -> None:
+def test_given_prefix_is_returned_unchanged() -> None:
     def predict(x: jax.Array, t: jax.Array) -> jax.Array:
         assert t.shape == SHAPE[:2]
         return mixed(WEIGHT, x, t)

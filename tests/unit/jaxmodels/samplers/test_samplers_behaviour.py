@@ -1,4 +1,4 @@
-"""What samplers promise besides their numbers: programs, keys, shapes, masks, refusals."""
+"""Guarantees of samplers besides their numbers: programs, keys, shapes, masks, refusals."""
 
 import itertools
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def output(name: str, result: Any) -> np.ndarray:
 
 
 class Counter:
-    """A predictor over one array that counts how often it is traced."""
+    """Predictor over one array that counts its traces."""
 
     def __init__(self, name: str):
         self.is_discrete = name == "maskgit"
@@ -61,7 +61,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("name", list(ALL))
-def test_a_sampler_is_compiled_once_for_all_weights_and_keys(name: str) -> None:
+def test_sampler_is_compiled_once_for_all_weights_and_keys(name: str) -> None:
     predict = Counter(name)
     for seed in range(3):
         weight = jnp.asarray(0.1 * seed, jnp.float32)
@@ -72,7 +72,7 @@ def test_a_sampler_is_compiled_once_for_all_weights_and_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(ALL))
-def test_the_key_is_the_only_source_of_chance(name: str) -> None:
+def test_key_is_the_only_source_of_randomness(name: str) -> None:
     predict = Partial(Counter(name), jnp.asarray(0.1, jnp.float32))
     one, same, other = (output(name, ALL[name](predict, key=key_of(seed), steps=4)) for seed in (1, 1, 2))
     assert (one == same).all()
@@ -80,7 +80,7 @@ def test_the_key_is_the_only_source_of_chance(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddim", "heun", "maskgit"])
-def test_a_sampler_may_be_called_inside_another_program(name: str) -> None:
+def test_sampler_may_be_called_inside_another_program(name: str) -> None:
     counter = Counter(name)
 
     @jax.jit
@@ -96,7 +96,7 @@ def test_a_sampler_may_be_called_inside_another_program(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "ddim with noise"])
-def test_what_was_prepared_for_each_step_comes_with_its_timestep(name: str) -> None:
+def test_extras_of_each_step_arrive_with_its_timestep(name: str) -> None:
     schedule, steps = ALL[name].keywords["schedule"], 4
     rows = {"euler": "euler_rows", "heun": "heun_rows", "maskgit": "rows"}
     times = getattr(schedule, rows[name])(steps).timestep if name in rows else schedule.timesteps(steps)
@@ -137,21 +137,21 @@ def test_invalid_arguments_are_refused(names: Any, options: dict[str, Any], word
 
 
 @pytest.mark.parametrize("name", list(CONTINUOUS))
-def test_samples_are_float32_whatever_the_model_computes_in(name: str) -> None:
+def test_samples_are_float32_for_any_model_dtype(name: str) -> None:
     x = CONTINUOUS[name](lambda x, t: (0.1 * x).astype(jnp.bfloat16), key=KEY, steps=3)
     assert x.dtype == jnp.float32
     assert np.isfinite(x).all()
 
 
-def test_log_probabilities_are_the_models_for_the_drawn_classes() -> None:
+def test_log_probabilities_are_those_of_the_drawn_classes() -> None:
     table = jax.nn.log_softmax(jax.random.normal(KEY, (3, CLASSES - 1, 6), jnp.float32), axis=1)
     result = ALL["maskgit"](lambda x, t: table, key=KEY, steps=5)
     expected = np.take_along_axis(np.asarray(table), np.asarray(result.ids)[:, None], 1)[:, 0]
     np.testing.assert_allclose(result.log_probability, expected, rtol=1e-5)
 
 
-def test_maskgit_without_chance_keeps_the_surest_tokens_first() -> None:
-    sureness = jnp.asarray([0.3, 0.9, 0.5, 0.7])  # of class 0; class 1 has the rest
+def test_deterministic_maskgit_keeps_the_most_likely_tokens_first() -> None:
+    sureness = jnp.asarray([0.3, 0.9, 0.5, 0.7])  # Probability of class 0; class 1 has the rest.
     seen: list[np.ndarray] = []
 
     def predict(tokens: jax.Array, t: jax.Array) -> jax.Array:
@@ -174,8 +174,8 @@ def test_guidance_scales_the_difference() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_guided_sampler_goes_further_than_the_condition(scale: float) -> None:
-    """Samples are -0.1 without and 0.2 with the condition: scale 4 goes 4 times as far."""
+def test_guided_sampler_goes_further_than_the_condition(scale: float) -> None:
+    """Samples are -0.1 without and 0.2 with the condition, so scale 4 moves 4 times as far."""
     schedule = FlowSchedule(spacing="uniform")
 
     def predict(x: jax.Array, t: jax.Array) -> jax.Array:
@@ -186,7 +186,7 @@ def test_a_guided_sampler_goes_further_than_the_condition(scale: float) -> None:
     np.testing.assert_allclose(x, np.full(SHAPE, -0.1 + 0.3 * scale), atol=1e-5)
 
 
-def test_another_scale_does_not_compile_again() -> None:
+def test_new_scale_does_not_compile_again() -> None:
     counter = Counter("maskgit")
     table = jnp.asarray(1.0, jnp.float32)
     for scale in (1.0, 2.0, 3.0):
@@ -196,13 +196,13 @@ def test_another_scale_does_not_compile_again() -> None:
     assert counter.traces == 1
 
 
-def test_a_guided_predictor_that_forgets_half_is_refused() -> None:
+def test_guided_predictor_with_half_a_batch_is_refused() -> None:
     with pytest.raises(InputError, match="predict gave a batch of 2; wanted 4, twice that of x"):
         flow_euler(guide(lambda x, t: x[:2], 2.0), SHAPE, KEY, FlowSchedule(), steps=2)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-def test_a_share_of_the_tokens_is_masked_for_training_and_one_at_least(share: float) -> None:
+def test_training_masks_a_share_of_tokens_and_at_least_one(share: float) -> None:
     schedule = MaskSchedule(CLASSES)
     tokens = jnp.zeros((4, 10), jnp.int32)
     noisy = np.asarray(schedule.add_noise(tokens, jnp.full(4, share), jax.random.uniform(KEY, (4, 10), jnp.float32)))
@@ -210,7 +210,7 @@ def test_a_share_of_the_tokens_is_masked_for_training_and_one_at_least(share: fl
     assert set(np.unique(noisy)) <= {0, schedule.mask}
 
 
-def test_a_flow_goes_from_the_sample_to_the_noise() -> None:
+def test_flow_goes_from_the_sample_to_the_noise() -> None:
     schedule = FlowSchedule(shift=2.0)
     sample, noise = jax.random.normal(KEY, (2, 3, 4), jnp.float32)
     start, end = schedule.add_noise(sample, noise, jnp.zeros(3)), schedule.add_noise(sample, noise, jnp.ones(3))
@@ -238,21 +238,21 @@ def test_a_flow_goes_from_the_sample_to_the_noise() -> None:
         ),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused(build: Callable[[], Any], words: str) -> None:
-    # The tests' type checker refuses values outside of Literal first.
+def test_invalid_schedule_is_refused(build: Callable[[], Any], words: str) -> None:
+    # A type checker refuses values outside of Literal first.
     with pytest.raises((ConfigError, TypeError)) as error:
         build()
     assert isinstance(error.value, TypeError) or words in str(error.value)
 
 
-def test_an_offset_beyond_the_last_timestep_is_refused() -> None:
+def test_offset_beyond_the_last_timestep_is_refused() -> None:
     with pytest.raises(InputError, match="begin at timestep 1000; the last is 999; take fewer steps"):
         NoiseSchedule(steps_offset=1).timesteps(1000)
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 @pytest.mark.parametrize("steps", [1, 3, 7, 64, 999, 1000])
-def test_timesteps_fall_and_stay_within_the_schedule(spacing: Any, steps: int) -> None:
+def test_timesteps_decrease_and_stay_within_the_schedule(spacing: Any, steps: int) -> None:
     times = NoiseSchedule(timestep_spacing=spacing).timesteps(steps)
     assert len(times) == steps
     assert (np.diff(times) < 0).all()
@@ -261,7 +261,7 @@ def test_timesteps_fall_and_stay_within_the_schedule(spacing: Any, steps: int) -
 
 
 @pytest.mark.parametrize("beta_schedule", ["linear", "squaredcos_cap_v2"])
-def test_no_step_makes_a_nan(beta_schedule: Any) -> None:
+def test_no_step_returns_a_nan(beta_schedule: Any) -> None:
     schedule = NoiseSchedule(beta_schedule=beta_schedule)
     predict = Partial(Counter("ddim"), jnp.asarray(0.5, jnp.float32))
     assert np.isfinite(ddim(predict, SHAPE, KEY, schedule, steps=1000, eta=1.0)).all()

@@ -18,7 +18,7 @@ key_of = partial(jax.random.key, impl="unsafe_rbg")  # The default generator com
 
 
 def best_split(x: jax.Array, signal: Any, noise: Any) -> tuple[jax.Array, jax.Array]:
-    """Clean sample and noise to be expected of `x = signal sample + noise noise` when samples are normal."""
+    """Return the expected clean sample and noise of `x = signal sample + noise noise` for normal samples."""
     off = (x - signal * MEAN) / (signal**2 * STD**2 + noise**2)
     return MEAN + signal * STD**2 * off, noise * off
 
@@ -61,7 +61,7 @@ def test_flow_matching_reproduces_a_normal_distribution(sample: Any, steps: int,
 
 def test_heun_has_order_two_and_euler_order_one() -> None:
     start = np.linspace(-2, 2, 9, dtype=np.float32)[None]
-    exact = MEAN + STD * start  # where this flow carries noise
+    exact = MEAN + STD * start  # The image of the noise under this flow.
 
     def error(sample: Any, steps: int) -> float:
         schedule = FlowSchedule(spacing="uniform")
@@ -70,22 +70,22 @@ def test_heun_has_order_two_and_euler_order_one() -> None:
 
     assert 1.7 < error(flow_euler, 40) / error(flow_euler, 80) < 2.3
     assert error(flow_heun, 40) / error(flow_heun, 80) > 3
-    assert error(flow_heun, 20) < error(flow_euler, 40) / 3  # as many looks at the model
+    assert error(flow_heun, 20) < error(flow_euler, 40) / 3  # The same number of model calls.
 
 
-TOKENS, CLASSES = 4, 3  # two classes and the masked one
+TOKENS, CLASSES = 4, 3  # Two classes and the masked class.
 SEQUENCES = np.array(list(itertools.product(range(CLASSES - 1), repeat=TOKENS)), np.int32)
 
 
 def joint() -> np.ndarray:
-    """Probabilities of all sequences, strongly dependent: far from the product of their marginals."""
+    """Return probabilities of all sequences, with strong dependence between tokens."""
     likes = np.random.default_rng(0).normal(size=len(SEQUENCES)) - 2.0 * np.abs(np.diff(SEQUENCES, axis=1)).sum(1)
     weights = np.exp(likes)
     return weights / weights.sum()
 
 
 def conditional(likelihood: jax.Array) -> jax.Array:
-    """Log-probabilities (b v n) of each token's class, given the likelihood (b sequence) of what is seen."""
+    """Return log-probabilities (b v n) of each token, given the likelihood (b sequence) of visible tokens."""
     weights = likelihood * jnp.asarray(joint(), jnp.float32)
     is_class = jnp.asarray(SEQUENCES[:, None] == np.arange(CLASSES - 1)[:, None], jnp.float32)
     probabilities = jnp.einsum("bs,svn->bvn", weights, is_class)
@@ -103,7 +103,7 @@ def frequencies(ids: Any) -> np.ndarray:
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Total variation."""
+    """Return the total variation distance."""
     return float(np.abs(one - other).sum() / 2)
 
 
@@ -120,8 +120,8 @@ def test_maskgit_one_token_at_a_time_in_random_order_is_exact() -> None:
     count = 20000
     ids = maskgit(from_masked, (count, TOKENS), jax.random.key(3), ONE_AT_A_TIME, steps=TOKENS).ids
     chi_square = count * float(((frequencies(ids) - joint()) ** 2 / joint()).sum())
-    assert chi_square < 37.7  # 1 in 1000 of exact samples with 15 degrees of freedom
-    assert distance(independent(), joint()) > 0.2  # what drawing all tokens at once would give
+    assert chi_square < 37.7  # Exceeded by 1 in 1000 exact samples, with 15 degrees of freedom.
+    assert distance(independent(), joint()) > 0.2  # The result of drawing all tokens at once.
 
 
 def test_maskgit_all_at_once_draws_tokens_independently() -> None:

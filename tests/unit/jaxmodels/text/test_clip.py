@@ -1,4 +1,4 @@
-"""CLIP's text tower and its tokens are those of transformers, for the texts in tests/golden/clip_text."""
+"""Parity of CLIP's text tower and tokens with transformers, for the texts in tests/golden/clip_text."""
 
 import dataclasses
 import json
@@ -32,16 +32,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["quick", "exact"])
-def test_what_the_tower_says_is_what_transformers_says(name: str) -> None:
+def test_text_tower_equals_transformers(name: str) -> None:
     read = read_clip_text(GOLDEN / name)
     encode = blueprint(lambda rngs: TextEncoder(read.config, rngs=rngs)).assemble(jax.device_put(dict(read.weights)))
-    wanted = CASES[f"{name}.last_hidden_state"]
+    expected = CASES[f"{name}.last_hidden_state"]
     found = np.asarray(encode(jnp.asarray(CASES["ids"], jnp.int32), jnp.asarray(CASES["mask"], bool)))
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_tokens_are_those_of_transformers_and_long_texts_keep_the_last_one() -> None:
+def test_tokens_equal_transformers_and_keep_the_end_token() -> None:
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     ids, mask = tokenizer(read_clip_text(GOLDEN / "quick").config, FILE)(TEXTS)
     np.testing.assert_array_equal(ids, CASES["ids"])
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_transformers_and_long_texts_keep_the_last_one() -> 
     assert not mask[1].all()
 
 
-def test_the_text_tower_of_a_whole_clip_is_read_without_the_other_one(folder: Path) -> None:
+def test_text_tower_of_a_whole_clip_is_read_alone(folder: Path) -> None:
     alone = read_clip_text(folder)
     assert alone.config == TextConfig("clip", 20, 16, 2, 2, 32, 528, "quick_gelu", is_frozen=True)
     assert alone.tokenizer == FILE
@@ -76,7 +76,7 @@ def test_the_text_tower_of_a_whole_clip_is_read_without_the_other_one(folder: Pa
         ({"num_hidden_layers": 3}, "weights do not fit the config .16 missing"),
     ],
 )
-def test_what_is_no_clip_is_refused(folder: Path, changes: dict[str, object], complaint: str) -> None:
+def test_invalid_clip_is_refused(folder: Path, changes: dict[str, object], complaint: str) -> None:
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | changes))
     with pytest.raises((CheckpointError, ConfigError, WeightsMismatch), match=complaint):
@@ -92,13 +92,13 @@ def test_what_is_no_clip_is_refused(folder: Path, changes: dict[str, object], co
         (FILE, "has a token 527, and a text encoder of kind 'clip' a vocabulary of 500"),
     ],
 )
-def test_an_unreadable_tokenizer_or_one_of_another_model_is_refused(file: bytes | None, complaint: str) -> None:
+def test_unreadable_or_mismatching_tokenizer_is_refused(file: bytes | None, complaint: str) -> None:
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
     with pytest.raises(CheckpointError, match=complaint):
         tokenizer(dataclasses.replace(TextConfig.clip(), vocabulary=500), file)
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[language\]'"):
         tokenizer(TextConfig.clip(), FILE)

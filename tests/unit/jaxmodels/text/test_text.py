@@ -1,4 +1,4 @@
-"""Instructions become tokens, and tokens what a policy attends to."""
+"""Tokens of instructions, and their encodings for a policy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +22,12 @@ SMALL = TextConfig(length=24, width=16, n_layers=2, n_heads=2, hidden=32)
         ("clip", "wanted an object"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(values: object, complaint: str) -> None:
+def test_invalid_config_is_refused(values: object, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         TextConfig.from_json(values)
 
 
-def test_the_same_words_are_the_same_tokens_however_they_are_written() -> None:
+def test_case_space_and_ligatures_do_not_change_tokens() -> None:
     ids, mask = tokenizer(SMALL)(["  Pick it UP ", "pick it up", "ﬁne", "fine"])
     assert ids.dtype == np.int32
     assert ids.shape == mask.shape == (4, 24)
@@ -37,7 +37,7 @@ def test_the_same_words_are_the_same_tokens_however_they_are_written() -> None:
     assert ids[0, :5].tolist() == [256, *b"pick"]
 
 
-def test_what_a_text_says_does_not_depend_on_what_fills_it_up() -> None:
+def test_encoding_does_not_depend_on_padding() -> None:
     encode = TextEncoder(SMALL, rngs=nnx.Rngs(0))
     ids, mask = tokenizer(SMALL)(["lift", "lift the red cube"])
     filled = np.where(mask, ids, 7)
@@ -45,4 +45,4 @@ def test_what_a_text_says_does_not_depend_on_what_fills_it_up() -> None:
     other = np.asarray(encode(jnp.asarray(filled), jnp.asarray(mask)))
     np.testing.assert_allclose(first[mask], other[mask], atol=1e-6)
     assert np.isfinite(first).all()
-    assert np.abs(first[0, 0] - first[1, 0]).max() > 1e-4, "its start has seen what follows"
+    assert np.abs(first[0, 0] - first[1, 0]).max() > 1e-4, "the first token must depend on later tokens"

@@ -17,7 +17,7 @@ MakeConfig = Callable[..., TrainingConfig]
 SIZES: dict[str, Any] = {"chunk_size": 4, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "n_encoder_layers": 1}
 TINY_ACT: dict[str, Any] = {**SIZES, "vision_backbone": "small_cnn", "dim_feedforward": 32}
 TINY_ACT |= {"latent_dim": 4, "n_vae_encoder_layers": 1}
-# Without pictures and randomness: a third of the operations to trace and to compile.
+# Without pictures and randomness, there are a third of the operations to trace and compile.
 TINY_STATES: dict[str, Any] = {**TINY_ACT, "use_vae": False, "dropout": 0.0}
 TINY_2D: dict[str, Any] = {**SIZES, "n_layers": 1, "num_inference_steps": 2}
 # Other types take the values that their `PolicyType` has for a CPU.
@@ -57,14 +57,14 @@ def strict_dtypes() -> None:
 
 @pytest.fixture(autouse=True)
 def frame_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests neither read nor fill the user's frames."""
+    """Use a separate cache of frames instead of the user's."""
     monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path_factory.getbasetemp() / "frames"))
 
 
 def write_demos(
     folder: Path, *, tasks: tuple[str, ...] = ("go there",), camera: bool = True, environment: bool = False
 ) -> Path:
-    """Write demonstrations whose goal is the brightness of the picture, or the environment's state.
+    """Write demonstrations whose goal is the brightness of the picture, or the state of the environment.
 
     The second task goes in the opposite direction.
     """
@@ -92,7 +92,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Demonstrations without pictures, whose environment's state is the goal."""
+    """Return demonstrations without pictures; the state of the environment is the goal."""
     return write_demos(tmp_path_factory.mktemp("data") / "states", camera=False, environment=True)
 
 
@@ -108,7 +108,7 @@ def places(states: Path) -> Dataset:
 
 @pytest.fixture(scope="session")
 def tiny(dataset: Dataset) -> MakeStart:
-    """A policy of a few thousand parameters for the demonstrations."""
+    """Return a function that creates a policy of a few thousand parameters for the demonstrations."""
 
     def make(kind: str = "act", **values: Any) -> Start:
         return new_policy(dataset, kind, values={**TINY[kind], **values})
@@ -118,7 +118,7 @@ def tiny(dataset: Dataset) -> MakeStart:
 
 @pytest.fixture(scope="session")
 def config() -> MakeConfig:
-    """A training of seconds."""
+    """Return a function that creates a config for a training of seconds."""
 
     def make(**changes: Any) -> TrainingConfig:
         return replace(CONFIG, **changes)

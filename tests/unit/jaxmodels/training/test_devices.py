@@ -16,7 +16,7 @@ from jaxmodels.training import TrainingConfig
 from tests.testing.compiling import process_environment
 from tests.unit.jaxmodels.training.conftest import TINY_STATES
 
-# Wide enough that weights are spread over devices.
+# Wide enough to spread weights over devices.
 POLICY = {**TINY_STATES, "dim_model": 64, "dim_feedforward": 64, "pretrained_backbone_weights": None}
 TRAIN = """
 import sys
@@ -65,12 +65,12 @@ def same_weights(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "both"])
-def test_four_devices_train_the_policy_that_one_trains(name: str, trained: Path) -> None:
+def test_four_devices_train_the_same_policy_as_one(name: str, trained: Path) -> None:
     same_weights(trained / "one", trained / name)
 
 
-def test_two_processes_train_the_policy_that_one_trains(states: Path, trained: Path, tmp_path: Path) -> None:
-    """Each process has one device, so that batches are split between them and parameters are not."""
+def test_two_processes_train_the_same_policy_as_one(states: Path, trained: Path, tmp_path: Path) -> None:
+    """Each process has one device, so that batches are split between the processes and parameters are not."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -85,7 +85,7 @@ def test_two_processes_train_the_policy_that_one_trains(states: Path, trained: P
     same_weights(trained / "one", tmp_path / "processes")
 
 
-def test_batch_that_devices_do_not_divide_is_refused() -> None:
+def test_batch_that_is_not_divisible_by_devices_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mesh of 2 x 1 devices; found 1"):
         find_layout(None, 2, 1, 8, 1)
     with pytest.raises(ConfigError, match=r"batch_size is 8; wanted a multiple of 3: 1 devices .* and 3 parts"):

@@ -32,7 +32,7 @@ def entries(folder: Path) -> list[str]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file can be begun, but nothing goes into it."""
+    """Allow creating files, but fail each write."""
 
     def write(path: Path, *_: object) -> None:
         path.open("w").close()
@@ -60,7 +60,7 @@ def test_only_half_written_files_of_a_killed_run_are_removed(tmp_path: Path, sta
         assert snapshots.restore(8, state)["weights"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_resumed_run_mends_the_link_to_the_last_checkpoint(tmp_path: Path, state: dict[str, jax.Array]) -> None:
+def test_resumed_run_repairs_the_link_to_the_last_checkpoint(tmp_path: Path, state: dict[str, jax.Array]) -> None:
     with Snapshots(tmp_path, keep=3) as snapshots:
         snapshots.save(8, state)
         snapshots.save(16, state)
@@ -71,7 +71,7 @@ def test_a_resumed_run_mends_the_link_to_the_last_checkpoint(tmp_path: Path, sta
     assert (tmp_path / LAST).resolve().name == "000016"
 
 
-def test_a_full_disk_leaves_the_metrics_as_they_were(tmp_path: Path, full_disk: None) -> None:
+def test_full_disk_leaves_the_metrics_unchanged(tmp_path: Path, full_disk: None) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         file.write(LINES)
     with pytest.raises(OSError, match="No space left"):
@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_metrics_as_they_were(tmp_path: Path, full_disk: 
     assert (tmp_path / "metrics.jsonl").read_text() == LINES
 
 
-def test_a_run_without_its_first_file_starts_again(tmp_path: Path, monkeypatch, full_disk: None) -> None:
+def test_run_without_its_first_file_starts_again(tmp_path: Path, monkeypatch, full_disk: None) -> None:
     with pytest.raises(OSError, match="No space left"):
         claim_folder(tmp_path / "run", {"steps": 4}, resume=False)
     monkeypatch.undo()
@@ -87,7 +87,7 @@ def test_a_run_without_its_first_file_starts_again(tmp_path: Path, monkeypatch, 
     assert entries(tmp_path / "run") == ["training.json"]
 
 
-def test_a_policy_that_was_half_written_is_removed_by_its_own_run_only(tmp_path: Path) -> None:
+def test_incomplete_policy_is_removed_only_by_its_own_run(tmp_path: Path) -> None:
     claim_folder(tmp_path / "run", {"steps": 4}, resume=False)
     (tmp_path / "run" / ".policy-x1").mkdir()
     with pytest.raises(TrainingError, match="steps: was 4, now 5"):
@@ -97,6 +97,6 @@ def test_a_policy_that_was_half_written_is_removed_by_its_own_run_only(tmp_path:
     assert entries(tmp_path / "run") == ["training.json"]
 
 
-def test_a_file_that_is_not_there_is_told_as_it_is(tmp_path: Path) -> None:
+def test_missing_file_raises_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing"), explain_write_errors(tmp_path):
         (tmp_path / "nothing").read_text()

@@ -1,4 +1,4 @@
-"""Learning rates and updates against LeRobot's, diffusers' and PyTorch's."""
+"""Learning rates and updates compared with LeRobot, diffusers and PyTorch."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,21 +17,21 @@ STEPS = (0, 1, 4, 5, 9, 10, 25, 49, 50, 99, 110)
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted"),
-    # CosineDecayWithWarmupSchedulerConfig(10, 100, 1e-3, 1e-4) of lerobot 0.4.4, asked at STEPS
+    ("steps", "expected"),
+    # CosineDecayWithWarmupSchedulerConfig(10, 100, 1e-3, 1e-4) of lerobot 0.4.4, evaluated at STEPS.
     [
         (200, (0.090909, 0.181818, 0.454545, 0.545455, 0.909091, 0.977975, 0.868198, 0.564135, 0.55, 0.100222, 0.1)),
         (50, (0.166667, 0.333333, 0.833333, 0.977975, 0.929948, 0.914058, 0.55, 0.100888, 0.1, 0.1, 0.1)),
     ],
 )
-def test_the_cosine_decay_with_warmup_is_lerobots(steps: int, wanted: tuple[float, ...]) -> None:
+def test_cosine_decay_with_warmup_equals_lerobot(steps: int, expected: tuple[float, ...]) -> None:
     schedule = SchedulerConfig("cosine_decay_with_warmup", "cosine", 10, 100, 1e-3, 1e-4)
-    np.testing.assert_allclose([schedule.factor(step, steps) for step in STEPS], wanted, atol=1e-6)
+    np.testing.assert_allclose([schedule.factor(step, steps) for step in STEPS], expected, atol=1e-6)
 
 
 @pytest.mark.needs_peers
 @pytest.mark.parametrize("name", ["constant", "constant_with_warmup", "linear", "cosine"])
-def test_the_others_are_those_of_diffusers(name: str) -> None:
+def test_other_schedules_equal_diffusers(name: str) -> None:
     require_peers("torch", "diffusers")
     import torch
     from diffusers import optimization
@@ -47,7 +47,7 @@ def test_the_others_are_those_of_diffusers(name: str) -> None:
 
 @pytest.mark.needs_peers
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
-def test_updates_are_pytorchs_with_a_rate_of_its_own_for_the_backbone(kind: str) -> None:
+def test_updates_equal_pytorch_with_a_separate_backbone_rate(kind: str) -> None:
     require_peers("torch")
     import torch
 
@@ -80,7 +80,7 @@ def test_updates_are_pytorchs_with_a_rate_of_its_own_for_the_backbone(kind: str)
         assert np.abs(np.asarray(array) - start[name]).max() > 1e-3
 
 
-def test_matrices_alone_decay_when_that_is_wanted() -> None:
+def test_only_matrices_decay_on_request() -> None:
     parameters = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     still = {name: jnp.zeros_like(array) for name, array in parameters.items()}
     for decayed, bias in (("matrices", 0.0), ("all", -0.1)):
@@ -90,7 +90,7 @@ def test_matrices_alone_decay_when_that_is_wanted() -> None:
         np.testing.assert_allclose(updates["bias"], bias, rtol=1e-6)
 
 
-def test_a_policys_config_says_how_it_is_trained() -> None:
+def test_config_of_a_policy_sets_its_training_defaults() -> None:
     policy: ActConfig = small_config(optimizer_lr=2e-4, optimizer_lr_backbone=1e-6, optimizer_weight_decay=0.3)
     assert optimizer_preset(policy) == OptimizerConfig("adamw", 2e-4, 1e-6, 0.3)
     assert scheduler_preset(policy) == SchedulerConfig()

@@ -1,4 +1,4 @@
-"""Training of every policy type: instructions, frozen parts, and use of the trained policy."""
+"""Training of each policy type: instructions, frozen parts, and use of the trained policy."""
 
 import shutil
 from pathlib import Path
@@ -63,18 +63,18 @@ def test_trained_policy_is_usable(kind: str, two_tasks: Dataset, clip: Path, tmp
             np.testing.assert_array_equal(weights[f"text.{name}"], array, err_msg=name)
 
 
-def test_a_policy_of_two_observations_learns(places: Dataset, tmp_path: Path, config: MakeConfig) -> None:
-    """The loss falls, and the chunk that is served begins at the newest of the observations."""
+def test_policy_of_two_observations_learns(places: Dataset, tmp_path: Path, config: MakeConfig) -> None:
+    """The loss falls, and the served chunk begins at the newest observation."""
     reported: list[TrainingProgress] = []
     adam = OptimizerConfig("adam", lr=1e-2, betas=(0.95, 0.999))
-    # Few examples teach the prediction of samples in a tenth of the steps.
+    # Predicting samples needs a tenth of the training steps.
     start = start_of("diffusion", places).with_values({"prediction_type": "sample"})
     long = config(steps=120, batch_size=32, optimizer=adam, log_freq=12, save_freq=1000)
     train(places, start, long, tmp_path / "run", on_progress=reported.append)
     assert reported[-1].loss < 0.1 * reported[0].loss
     policy = jaxmodels.load_policy(tmp_path / "run" / "policy")
     assert (policy.requirements.observation_steps, policy.requirements.chunk) == (2, 4)
-    rows = np.arange(len(places))[np.arange(len(places)) % 8 < 4]  # of each episode those with a whole chunk ahead
+    rows = np.arange(len(places))[np.arange(len(places)) % 8 < 4]  # Rows that are followed by a whole chunk.
     windows, _ = places.window_rows(rows, (-1, 0))
     seen = {name: places.vectors(name)[windows] for name in ("observation.state", "observation.environment_state")}
     wanted, _ = places.window("action", rows, range(4))
@@ -89,7 +89,7 @@ def test_misspelt_training_fields_are_refused_even_when_off(places: Dataset) -> 
         start_of("diffusion", places).with_values({"other": None})
 
 
-def test_a_clip_and_another_text_encoder_are_not_both_taken(two_tasks: Dataset, tmp_path: Path) -> None:
+def test_clip_and_another_text_encoder_exclude_each_other(two_tasks: Dataset, tmp_path: Path) -> None:
     values = {**TINY["diffusion2d"], "text_encoder": "small"}
     with pytest.raises(ConfigError, match=r"'small' among the policy's fields; wanted one of --text_encoder"):
         new_policy(two_tasks, "diffusion2d", text_encoder=tmp_path, values=values)
@@ -104,13 +104,13 @@ def test_encoders_without_weights_and_data_without_tasks_are_refused(two_tasks: 
         read_instructions(start_of("diffusion2d", two_tasks).policy, ("go", ""), None)
 
 
-def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(dataset: Dataset) -> None:
+def test_preset_makes_a_policy_and_fields_override_it(dataset: Dataset) -> None:
     for kind in trained_types():
         policy = new_policy(dataset, kind, preset="small", image_size=(48, 32), values={"n_action_steps": 3}).policy
         assert policy.cameras[0].shape == (3, 48, 32)
         assert policy.action.shape == (2,)
         assert policy.n_action_steps == 3
-        # LeRobot's Diffusion Policy has no other backbones than ResNets.
+        # LeRobot's Diffusion Policy supports only ResNets as backbones.
         assert policy.vision_backbone in ("resnet18" if kind == "diffusion" else "small_cnn", None)
     with pytest.raises(ConfigError, match="preset is 'tiny'; known: small"):
         new_policy(dataset, "act", preset="tiny")

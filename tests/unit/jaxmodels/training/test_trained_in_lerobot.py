@@ -1,4 +1,4 @@
-"""An ACT that was trained here, in LeRobot 0.4.4 itself: it loads, and plans the same chunk."""
+"""An ACT that was trained here loads in LeRobot 0.4.4 and returns the same chunk."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.unit.jaxmodels.training.conftest import TINY, MakeConfig
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)]
-TOLERANCE = 1e-4  # of the chunk's largest magnitude; float32 in another order of summation gives about 1e-6
+TOLERANCE = 1e-4  # Share of the chunk's largest magnitude; another order of summation gives about 1e-6.
 STATE, FRONT = "observation.state", "observation.images.front"
 
-# A chunk for each of the observations, through the processors that lie in the policy's folder.
+# A chunk for each observation, through the processors in the policy's folder.
 ACT = """
 import sys, warnings
 warnings.simplefilter("ignore")

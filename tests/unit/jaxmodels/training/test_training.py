@@ -54,36 +54,36 @@ Few = tuple[Dataset, Start]
 
 
 @pytest.fixture(scope="module")
-def told() -> list[TrainingProgress]:
+def progresses() -> list[TrainingProgress]:
     return []
 
 
 @pytest.fixture(scope="module")
-def finished(dataset: Dataset, tiny: MakeStart, told: list[TrainingProgress], tmp_path_factory) -> Path:
+def finished(dataset: Dataset, tiny: MakeStart, progresses: list[TrainingProgress], tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
-    train(dataset, tiny(), CONFIG, str(output), on_progress=told.append)
+    train(dataset, tiny(), CONFIG, str(output), on_progress=progresses.append)
     return output
 
 
-class Enough(Exception):
+class StopRun(Exception):
     """Stops a run."""
 
 
 def stop(progress: TrainingProgress) -> None:
-    raise Enough
+    raise StopRun
 
 
 @pytest.fixture(scope="module")
 def few(places: Dataset) -> Few:
-    """Demonstrations without a camera, and a policy whose program is small."""
+    """Return demonstrations without a camera, and a policy with a small program."""
     return places, new_policy(places, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
 
 
 @pytest.fixture(scope="module")
 def begun(few: Few, config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its first four steps, with a checkpoint of each."""
+    """Run the first four steps, with a checkpoint of each, and return the folder."""
     output = tmp_path_factory.mktemp("runs") / "begun"
-    with pytest.raises(Enough):
+    with pytest.raises(StopRun):
         train(*few, config(save_freq=1), output, on_progress=stop)
     return output
 
@@ -96,7 +96,7 @@ def losses(output: Path) -> list[float]:
     return [line["loss"] for line in lines(output)]
 
 
-def test_the_loss_falls_by_more_than_half(finished: Path) -> None:
+def test_loss_falls_by_more_than_half(finished: Path) -> None:
     seen = losses(finished)
     assert [line["step"] for line in lines(finished)] == [4, 8, 12, 16, 20, 24]
     assert seen[-1] < 0.5 * seen[0], seen
@@ -108,19 +108,19 @@ def test_the_loss_falls_by_more_than_half(finished: Path) -> None:
     assert 0 <= last["waited"] <= 1
 
 
-def test_progress_has_the_time_that_is_left(finished: Path, told: list[TrainingProgress]) -> None:
-    assert [(progress.step, progress.steps) for progress in told[-2:]] == [(20, 24), (24, 24)]
-    assert told[-1].left == 0
-    assert told[-2].left == pytest.approx(4 * CONFIG.batch_size / told[-2].samples_per_second)
+def test_progress_has_the_remaining_time(finished: Path, progresses: list[TrainingProgress]) -> None:
+    assert [(progress.step, progress.steps) for progress in progresses[-2:]] == [(20, 24), (24, 24)]
+    assert progresses[-1].left == 0
+    assert progresses[-2].left == pytest.approx(4 * CONFIG.batch_size / progresses[-2].samples_per_second)
 
 
-def test_the_policy_is_written_in_a_layout_that_loads(finished: Path, dataset: Dataset) -> None:
+def test_policy_is_written_in_a_layout_that_loads(finished: Path, dataset: Dataset) -> None:
     policy = jaxmodels.load_policy(finished / "policy")
     assert policy.requirements.joint_names == ("x", "y")
     assert policy.requirements.rate == 10
     assert policy.requirements.cameras == {"front": (16, 16)}
     stats = policy.checkpoint.normalization.inputs.stats["observation.images.front"]
-    np.testing.assert_allclose(stats["mean"][:, 0, 0], (0.485, 0.456, 0.406))  # as LeRobot's default
+    np.testing.assert_allclose(stats["mean"][:, 0, 0], (0.485, 0.456, 0.406))  # LeRobot's default.
     rows = np.arange(2)
     chunk = policy.act(
         {
@@ -138,7 +138,7 @@ def same_run(one: Path, other: Path) -> bool:
     return weights[0] == weights[1] and losses(one) == losses(other)
 
 
-def test_a_killed_run_resumes_to_the_same_weights(demos, dataset, tiny, finished: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_to_the_same_weights(demos, dataset, tiny, finished: Path, tmp_path: Path) -> None:
     output = tmp_path / "killed"
     # The first checkpoint may be incomplete, because steps continue while it is written.
     script = KILLED.format(step=12, demos=str(demos), output=str(output))
@@ -164,24 +164,24 @@ def files_of_at_most(size: int) -> Iterator[None]:
 # Orbax's threads report failures to an event loop that is closed by then.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", ["the policy", "the state, while steps are done"])
-def test_a_run_resumes_after_a_full_disk(what: str, dataset, tiny, finished: Path, tmp_path, monkeypatch) -> None:
+def test_run_resumes_after_a_full_disk(what: str, dataset, tiny, finished: Path, tmp_path, monkeypatch) -> None:
     output = tmp_path / "full"
 
     def stop_at_12(progress: TrainingProgress) -> None:
         if progress.step == 12:
-            raise Enough
+            raise StopRun
 
-    with pytest.raises(Enough):
+    with pytest.raises(StopRun):
         train(dataset, tiny(), CONFIG, output, on_progress=stop_at_12)
     whole = sorted(path.relative_to(output) for path in (output / "checkpoints").rglob("*"))
     if what == "the policy":
         limit = (finished / "policy" / "model.safetensors").stat().st_size // 2
     else:
-        # The list of Orbax's arrays alone has 47 kB. The policy, which would fail first, is left out.
+        # The list of Orbax's arrays alone has 47 kB. The policy would fail first, so its write is skipped.
         limit = 32 * 1024
         monkeypatch.setattr(loop, "write_policy", lambda *args: None)
-    wanted = rf"{output}: cannot be written \(.+\); free space .*--resume=true"
-    with files_of_at_most(limit), pytest.raises(OSError, match=wanted):
+    expected = rf"{output}: cannot be written \(.+\); free space .*--resume=true"
+    with files_of_at_most(limit), pytest.raises(OSError, match=expected):
         train(dataset, tiny(), CONFIG, output, resume=True)
     monkeypatch.undo()
     assert not (output / "policy" / "model.safetensors").exists()
@@ -193,14 +193,14 @@ def test_a_run_resumes_after_a_full_disk(what: str, dataset, tiny, finished: Pat
     assert not [path for path in output.rglob(".*") if path.is_dir()]
 
 
-def test_a_finished_run_resumes_unchanged(dataset: Dataset, tiny: MakeStart, finished: Path) -> None:
+def test_finished_run_resumes_unchanged(dataset: Dataset, tiny: MakeStart, finished: Path) -> None:
     before = (finished / "policy" / "model.safetensors").read_bytes()
     train(dataset, tiny(), CONFIG, finished, resume=True)
     assert (finished / "policy" / "model.safetensors").read_bytes() == before
     assert len(losses(finished)) == 6
 
 
-def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: Path) -> None:
+def test_checkpoints_keep_their_policy_and_last_is_the_newest(finished: Path) -> None:
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["000008", "000016", "000024", "last"]
     last = finished / "checkpoints" / "last"
     assert last.resolve().name == "000024"
@@ -212,7 +212,7 @@ def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: 
     assert any((array != weights[name]).any() for name, array in early.items())
 
 
-def test_other_features_and_folders_of_other_contents_are_refused(finished: Path, dataset, tiny, tmp_path) -> None:
+def test_other_features_and_other_folders_are_refused(finished: Path, dataset, tiny, tmp_path) -> None:
     start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
     with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
         train(dataset, start, CONFIG, tmp_path / "run")
@@ -226,14 +226,14 @@ def test_other_features_and_folders_of_other_contents_are_refused(finished: Path
         train(dataset, tiny(), CONFIG, tmp_path)
 
 
-def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path, tmp_path: Path) -> None:
+def test_loss_curve_is_a_picture_with_a_falling_line(finished: Path, tmp_path: Path) -> None:
     draw_curve(str(finished / "metrics.jsonl"), str(tmp_path / "again.png"))
     assert (tmp_path / "again.png").read_bytes() == (finished / "loss.png").read_bytes()
     picture = np.asarray(Image.open(finished / "loss.png").convert("RGB")).astype(int)
     blue = (picture[..., 2] > 140) & (picture[..., 0] < 60)
     columns = np.nonzero(blue.any(axis=0))[0]
     first, last = (np.nonzero(blue[:, column])[0].mean() for column in (columns[2], columns[-3]))
-    assert last > first + 20, "the curve does not fall (rows are counted from the top)"
+    assert last > first + 20, "the curve must fall; rows are counted from the top"
 
 
 def test_training_starts_from_a_trained_policy(finished: Path, dataset, tmp_path: Path, config: MakeConfig) -> None:
@@ -246,22 +246,22 @@ def test_training_starts_from_a_trained_policy(finished: Path, dataset, tmp_path
     with pytest.raises(CheckpointError, match="has no statistics"):
         lerobot_folder.read_checkpoint(base)
     # The learning rate of the first step is 0, because it warms up.
-    with pytest.raises(Enough):
+    with pytest.raises(StopRun):
         train(dataset, trained_policy(base), config(save_freq=1), tmp_path / "more", on_progress=stop)
     fine = lerobot_folder.read_checkpoint(tmp_path / "more" / "checkpoints" / "000001" / "pretrained_model").weights
     for name, array in lerobot_folder.read_checkpoint(finished / "policy").weights.items():
         np.testing.assert_allclose(fine[name], array, atol=1e-8, err_msg=name)
 
 
-def test_a_loss_that_is_no_number_ends_the_training(few: Few, tmp_path: Path, config: MakeConfig) -> None:
+def test_non_finite_loss_ends_the_training(few: Few, tmp_path: Path, config: MakeConfig) -> None:
     mad = config(optimizer=OptimizerConfig(lr=1e30, grad_clip_norm=0.0), scheduler=None, save_freq=2)
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf) within the \d steps before step \d.*learning rate"):
         train(*few, mad, tmp_path / "mad")
     assert not (tmp_path / "mad" / "policy").exists()
 
 
-def test_the_policy_is_the_moving_average(few: Few, begun: Path, tmp_path: Path, config: MakeConfig) -> None:
-    with pytest.raises(Enough):
+def test_policy_is_the_moving_average(few: Few, begun: Path, tmp_path: Path, config: MakeConfig) -> None:
+    with pytest.raises(StopRun):
         train(*few, config(save_freq=1, ema_decay=0.5), tmp_path / "average", on_progress=stop)
     name = "action_out.kernel"
 
@@ -270,7 +270,7 @@ def test_the_policy_is_the_moving_average(few: Few, begun: Path, tmp_path: Path,
 
     plain = [weights(begun, step) for step in (1, 2, 3)]
     found = [weights(tmp_path / "average", step) for step in (1, 2, 3)]
-    for step in (1, 2):  # the decay of an early step is (1 + step) / (10 + step)
+    for step in (1, 2):  # The decay of an early step is (1 + step) / (10 + step).
         decay = min(0.5, (1 + step) / (10 + step))
         np.testing.assert_allclose(found[step], decay * found[step - 1] + (1 - decay) * plain[step], rtol=1e-5)
 
@@ -280,7 +280,7 @@ def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConf
     train(*few, config(tensorboard=True), tmp_path / "run")
     (file,) = (tmp_path / "run" / "tensorboard").iterdir()
     data, found, at = file.read_bytes(), {}, 0
-    while at < len(data):  # length (8 bytes), its checksum (4), an event, its checksum (4)
+    while at < len(data):  # Length (8 bytes), its checksum (4), an event, its checksum (4).
         size = int.from_bytes(data[at : at + 8], "little")
         event = events.Event.FromString(data[at + 12 : at + 12 + size])
         found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
@@ -290,7 +290,7 @@ def test_tensorboard_reads_the_events(few: Few, tmp_path: Path, config: MakeConf
 
 
 def test_gradient_accumulation_equals_the_whole_batch(few: Few, tmp_path: Path, config: MakeConfig) -> None:
-    # With a large epsilon, gradients that are rounding alone make small steps.
+    # A large epsilon makes steps small for gradients that consist of rounding errors.
     rule = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0)
     found = []
     for parts in (1, 4):
@@ -310,7 +310,7 @@ def test_bfloat16_keeps_float32_weights(few: Few, begun: Path, tmp_path: Path, c
     assert (state != state.astype("bfloat16").astype(np.float32)).any()
 
 
-def test_settings_that_make_no_sense_are_refused_together() -> None:
+def test_invalid_settings_are_refused_together() -> None:
     with pytest.raises(ConfigError, match=r"steps is 0.*ema_decay is 1\.0"):
         TrainingConfig(steps=0, ema_decay=1.0)
     with pytest.raises(ConfigError, match=r"lr is -1\.0.*betas is"):

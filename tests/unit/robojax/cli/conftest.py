@@ -1,4 +1,4 @@
-"""The console command as a process or in the process of the tests; it never shows a traceback."""
+"""The console command, as a process or in the process of the tests; it never shows a traceback."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import huggingface_hub.constants  # noqa: F401  It reads HF_HUB_OFFLINE once, which some tests set for one call.
+import huggingface_hub.constants  # noqa: F401 - it reads HF_HUB_OFFLINE at import
 import pytest
 
 from robojax.cli.app import main
@@ -28,7 +28,7 @@ def environment(tmp_path) -> dict[str, str]:
 @pytest.fixture
 def robojax(environment, tmp_path) -> Run:
     def run(*arguments: str, timeout: float = 110, **more: str) -> subprocess.CompletedProcess[str]:
-        told = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "robojax.cli", *arguments],
             env=environment | QUICK | more,
             cwd=tmp_path,
@@ -37,15 +37,15 @@ def robojax(environment, tmp_path) -> Run:
             timeout=timeout,
             check=False,
         )
-        assert "Traceback" not in told.stderr
-        return told
+        assert "Traceback" not in result.stderr
+        return result
 
     return run
 
 
 @pytest.fixture
 def call(environment, tmp_path, monkeypatch, capsys) -> Run:
-    """Run a command as ``robojax`` does, but in this process, which is quicker."""
+    """Run a command as ``robojax`` does, but faster, in this process."""
     for name in os.environ.keys() - environment.keys():
         monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -60,10 +60,10 @@ def call(environment, tmp_path, monkeypatch, capsys) -> Run:
                 patched.setenv(name, value)
             with pytest.raises(SystemExit) as ended:
                 main()
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
+        result = capsys.readouterr()
+        assert "Traceback" not in result.err
         assert isinstance(ended.value.code, int)
-        return subprocess.CompletedProcess(arguments, ended.value.code, told.out, told.err)
+        return subprocess.CompletedProcess(arguments, ended.value.code, result.out, result.err)
 
     return run
 

@@ -19,14 +19,14 @@ def speed(p99: float) -> Speed:
     ("p99", "rate", "fit"),
     [
         (0.010, 25, "fits"),
-        (0.190, 25, "fits"),  # 5 steps at 25 Hz are 200 ms
+        (0.190, 25, "fits"),  # 5 steps at 25 Hz take 200 ms.
         (0.210, 25, "fits, thinking less often"),
-        (0.350, 25, "fits, thinking less often"),  # 2 x 350 + 2 x 40 ms of the chunk's 800
+        (0.350, 25, "fits, thinking less often"),  # 2 x 350 + 2 x 40 ms of the chunk's 800 ms.
         (0.370, 25, "does not fit"),
         (0.190, 200, "does not fit"),
     ],
 )
-def test_a_policy_fits_while_its_chunk_outlasts_the_next_answer(p99, rate, fit):
+def test_policy_fits_if_its_chunk_outlasts_the_next_inference(p99, rate, fit):
     verdict = assess_speed(needs(), speed(p99), rate)
     assert verdict.fit == fit
     assert verdict.budget == pytest.approx(5 / rate)
@@ -41,12 +41,12 @@ def test_a_policy_fits_while_its_chunk_outlasts_the_next_answer(p99, rate, fit):
         ({"chunk": 1, "action_steps": 1}, 0.06, "does not fit"),
     ],
 )
-def test_an_ensembled_policy_and_one_of_single_actions_have_one_tick(changes, p99, fit):
+def test_ensembled_and_single_action_policies_have_one_tick(changes, p99, fit):
     verdict = assess_speed(needs(**changes), speed(p99), 20)
     assert (verdict.budget, verdict.fit) == (0.05, fit)
 
 
-def test_an_observation_has_what_the_policy_reads():
+def test_observation_has_the_inputs_of_the_policy():
     found = make_observation(needs(cameras={"top": (48, 64)}, state=6, environment_state=3))
     assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
         "observation.images.top": ((1, 48, 64, 3), "uint8"),
@@ -55,7 +55,7 @@ def test_an_observation_has_what_the_policy_reads():
     }
 
 
-def test_an_inference_is_timed_after_compiling_and_warming_up():
+def test_inference_is_timed_after_compilation_and_warmup():
     policy = ScriptedPolicy()
     ticks = itertools.count()
     found = measure_policy(policy, runs=20, warm_up=4, seconds=1e9, clock=lambda: float(next(ticks)))

@@ -14,7 +14,7 @@ from service.setting_types import Mark
 from service.settings import FIELDS
 from tests.unit.robojax.cli.conftest import end
 
-# One process for all commands: a module that none of them imports is not loaded at its end.
+# One process runs all commands: a module that no command imports is absent at its end.
 HELP_OF_EACH = """
 import sys
 from robojax.cli import main
@@ -31,38 +31,38 @@ for command in sys.argv[1:]:
 def test_help_imports_nothing_heavy(environment):
     script = [sys.executable, "-c", HELP_OF_EACH, "", *COMMANDS]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
-    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("IMPORTED ")]
-    assert [(command, code) for command, code, *_ in told] == [(command, "0") for command in ("-", *COMMANDS)]
-    found = set(told[0][2:])
+    result = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("IMPORTED ")]
+    assert [(command, code) for command, code, *_ in result] == [(command, "0") for command in ("-", *COMMANDS)]
+    found = set(result[0][2:])
     assert not found & {"jax", "numpy", "aiortc", "av", "sanic", "pydantic", "aiohttp", "mujoco"}
-    for command, _, *modules in told[1:]:
+    for command, _, *modules in result[1:]:
         found |= set(modules)
         assert COMMANDS[command][0] in found
         assert not found & {"jax", "aiortc", "av", "sanic", "mujoco"}, command
 
 
 def test_version_and_help_of_every_command_are_printed(call):
-    told = call("--version")
-    assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
-    told = call("--help")
-    assert told.returncode == 0
+    result = call("--version")
+    assert (result.returncode, result.stdout.split()[0]) == (0, "robojax")
+    result = call("--help")
+    assert result.returncode == 0
     for name, (_, _, summary) in COMMANDS.items():
-        assert f"{name} " in told.stdout
-        assert summary[:30] in told.stdout
+        assert f"{name} " in result.stdout
+        assert summary[:30] in result.stdout
 
 
 @pytest.mark.parametrize(("flag", "shows_all"), [("--help", False), ("--help-all", True)])
-def test_serve_shows_the_settings_that_most_people_need_and_all_when_asked(call, flag, shows_all):
-    told = call("serve", flag)
-    assert told.returncode == 0
-    shown = {name for name in FIELDS if f"--{name.replace('_', '-')} " in told.stdout}
+def test_serve_help_shows_common_settings_and_all_on_request(call, flag, shows_all):
+    result = call("serve", flag)
+    assert result.returncode == 0
+    shown = {name for name in FIELDS if f"--{name.replace('_', '-')} " in result.stdout}
     common = {name for name, field in FIELDS.items() if Mark.COMMON in field.metadata}
     assert shown == (FIELDS.keys() if shows_all else common)
-    assert f"Show all {len(FIELDS)} settings" in told.stdout
+    assert f"Show all {len(FIELDS)} settings" in result.stdout
 
 
 # A module that is None in sys.modules cannot be imported.
-WITHOUT = """
+RUN_WITHOUT_MODULE = """
 import sys
 sys.modules[sys.argv[1]] = None
 sys.argv = ["robojax", *sys.argv[2:]]
@@ -78,8 +78,8 @@ main()
         ("pyarrow", ("replay", "no.mcap", "--policy", "no"), "recording"),
     ],
 )
-def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(environment, missing, arguments, extra):
-    command = [sys.executable, "-c", WITHOUT, missing, *arguments]
+def test_command_without_its_extra_names_the_missing_packages(environment, missing, arguments, extra):
+    command = [sys.executable, "-c", RUN_WITHOUT_MODULE, missing, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"pip install -e '.[{extra}]'" in done.stderr
@@ -88,7 +88,7 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "messages"),
     [
         *((line.split(), 2, ()) for line in ("fly", "serve --colour red", "check", "stop", "stop a --all")),
         (("sessions", "--server", "ftp://x"), 2, ()),
@@ -104,18 +104,18 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
         ),
     ],
 )
-def test_exit_codes(call, tmp_path, arguments, code, said):
+def test_exit_codes(call, tmp_path, arguments, code, messages):
     (tmp_path / "robojax.toml").write_text("prot = 1")
-    told = call(*arguments, ROBOJAX_PORT="x", HF_HUB_OFFLINE="1", ROBOJAX_COMPILE_CACHE="off")
-    assert (told.returncode, told.stdout) == (code, "")
-    assert [text for text in said if text not in told.stderr] == []
+    result = call(*arguments, ROBOJAX_PORT="x", HF_HUB_OFFLINE="1", ROBOJAX_COMPILE_CACHE="off")
+    assert (result.returncode, result.stdout) == (code, "")
+    assert [text for text in messages if text not in result.stderr] == []
 
 
 @pytest.mark.parametrize("after", [0.0, 0.5], ids=["at once", "while jax is imported"])
 def test_server_answers_before_jax_and_ends_with_0_at_sigterm(serve, pauses, after):
     with serve() as (process, url):
-        told = health(url)
-        assert (told["status"], told["device"], told["uptime"] < 2 + pauses.lost(0.0)) == ("healthy", None, True)
+        result = health(url)
+        assert (result["status"], result["device"], result["uptime"] < 2 + pauses.lost(0.0)) == ("healthy", None, True)
         time.sleep(after)
         end(process, pauses)
 
@@ -123,16 +123,16 @@ def test_server_answers_before_jax_and_ends_with_0_at_sigterm(serve, pauses, aft
 def test_server_with_jax_keeps_its_port_and_ends_with_0_at_sigterm(serve, robojax, call, pauses):
     with serve() as (process, url):
         began = time.monotonic()
-        told = robojax("serve", "--port", url.rpartition(":")[2])
-        assert told.returncode == 2
-        assert "cannot listen" in told.stderr
-        assert "--port 0" in told.stderr
+        result = robojax("serve", "--port", url.rpartition(":")[2])
+        assert result.returncode == 2
+        assert "cannot listen" in result.stderr
+        assert "--port 0" in result.stderr
         assert "no sessions" in call("sessions", "--server", url).stdout
         assert json.loads(call("sessions", "--server", url, "--json").stdout) == []
-        told = call("stop", "--all", "--server", url, "--json", "--reason", "drill")
-        assert (told.returncode, json.loads(told.stdout)["stopped"]) == (0, [])
-        told = call("stop", "nobody", "--emergency", "--server", url)
-        assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
+        result = call("stop", "--all", "--server", url, "--json", "--reason", "drill")
+        assert (result.returncode, json.loads(result.stdout)["stopped"]) == (0, [])
+        result = call("stop", "unknown", "--emergency", "--server", url)
+        assert (result.returncode, "Session unknown not found" in result.stderr) == (4, True)
         time.sleep(max(0.0, began + 3 - time.monotonic()))
         assert health(url)["status"] == "healthy"
         end(process, pauses)
@@ -145,17 +145,17 @@ def health(url):
 def test_unanswered_stop_names_what_stops_the_robot(call):
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
-        def hear() -> None:
+        def accept() -> None:
             with silent.accept()[0] as connection:
                 connection.recv(4096)
 
-        hearing = threading.Thread(target=hear)
+        hearing = threading.Thread(target=accept)
         hearing.start()
-        told = call("stop", "--all", "--server", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        result = call("stop", "--all", "--server", f"http://127.0.0.1:{silent.getsockname()[1]}")
         hearing.join()
-    assert told.returncode != 0
-    assert "does not answer" in told.stderr
-    assert "robots hold by themselves after 0.5 s" in " ".join(told.stderr.split())
+    assert result.returncode != 0
+    assert "does not answer" in result.stderr
+    assert "robots hold by themselves after 0.5 s" in " ".join(result.stderr.split())
 
 
 def _walk(command, context, path=()):
@@ -166,7 +166,7 @@ def _walk(command, context, path=()):
 
 @pytest.fixture(scope="module")
 def tree():
-    """Each command and sub-command of the console command, by its words."""
+    """Return each command and subcommand by its words."""
     root = build_command()
     return dict(_walk(root, root.make_context("robojax", ["sessions"], resilient_parsing=True)))
 
@@ -175,7 +175,7 @@ def test_each_command_names_the_server_with_the_same_option(tree):
     options = {
         path: {flag: option for option in command.params for flag in option.opts} for path, command in tree.items()
     }
-    # There it is the address that a webhook sends to, as in huggingface_hub.
+    # Here the option is the target address of a webhook, as in huggingface_hub.
     sends_to_an_address = {("webhooks", name) for name in ("create", "update")}
     assert {path for path, flags in options.items() if "--url" in flags} == sends_to_an_address
     with_server = {path for path, flags in options.items() if "--server" in flags}
@@ -186,9 +186,9 @@ def test_each_command_names_the_server_with_the_same_option(tree):
         assert options[path]["--server"].envvar == "ROBOJAX_SERVER", path
 
 
-def test_a_mistyped_command_or_option_suggests_the_nearest(tree, call):
+def test_mistyped_command_or_option_suggests_the_nearest(tree, call):
     for path in tree:
-        if path and path[-1] not in ("start", "restart"):  # two that are near each other
+        if path and path[-1] not in ("start", "restart"):  # These two are similar.
             *before, last = path
             found = call(*before, f"{last[:-1]}x{last[-1]}")
             assert (found.returncode, f"Did you mean {last!r}" in found.stderr) == (2, True), found.stderr

@@ -17,7 +17,7 @@ ROBOT_PACKAGES = doctor._robot_packages
 
 @pytest.fixture(autouse=True)
 def quick_checks(monkeypatch):
-    """Leave out the checks that start other processes."""
+    """Omit the checks that start other processes."""
     for name in ("_devices", "_rendering", "_robot_packages"):
         monkeypatch.setattr(doctor, name, lambda name=name: Finding(name, "ok", "left out"))
 
@@ -26,7 +26,7 @@ def found(name: str, **settings) -> Finding:
     return next(finding for finding in diagnose(Settings.from_values(**settings)) if finding.name == name)
 
 
-def test_every_finding_that_is_not_ok_has_a_fix():
+def test_each_finding_that_is_not_ok_has_a_fix():
     findings = diagnose(Settings.from_values(port=0, host="0.0.0.0", compile_cache="off"))
     assert [finding.name for finding in findings] == [
         *("Python", "packages", "_devices", "_rendering", "video codecs", "port", "keys", "state folder", "recording"),
@@ -37,14 +37,14 @@ def test_every_finding_that_is_not_ok_has_a_fix():
         assert bool(finding.fix) == (finding.level != "ok")
 
 
-def test_a_taken_port_fails():
+def test_occupied_port_is_a_failure():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert found("port", port=port).level == "fail"
     assert found("port", port=0).level == "ok"
 
 
-def test_a_running_robojax_server_is_good_news(monkeypatch, serve):
+def test_running_robojax_server_is_ok(monkeypatch, serve):
     monkeypatch.delenv("ROBOJAX_KEY", raising=False)
     with serve() as (_, url):
         finding = found("port", port=int(url.rpartition(":")[2]))
@@ -54,7 +54,7 @@ def test_a_running_robojax_server_is_good_news(monkeypatch, serve):
         assert finding in diagnose(load_settings())
 
 
-def test_the_robot_packages_are_imported(monkeypatch):
+def test_robot_packages_are_imported(monkeypatch):
     monkeypatch.setattr(doctor, "_robot_packages", ROBOT_PACKAGES)
     name = "robot packages (for robojax robot)"
     monkeypatch.setattr(doctor, "_ROBOT_MODULES", ("json", "ast"))
@@ -78,7 +78,7 @@ def test_serial_ports_are_listed_with_the_group_that_may_use_them(monkeypatch, t
     assert f"usermod -aG {(tmp_path / 'ttyACM0').group()} $USER" in finding.fix
 
 
-def test_an_address_for_others_wants_a_key(tmp_path):
+def test_public_address_needs_a_key(tmp_path):
     assert found("keys", port=0).level == "ok"
     assert found("keys", port=0, host="0.0.0.0").level == "fail"
     assert found("keys", port=0, host="0.0.0.0", insecure=True).level == "warn"
@@ -88,10 +88,10 @@ def test_an_address_for_others_wants_a_key(tmp_path):
     assert found("keys", port=0, state=str(tmp_path)).level == "fail"
 
 
-def test_caches_are_checked_without_being_made(tmp_path):
-    wanted = tmp_path / "deep" / "cache"
-    assert str(wanted) in found("compile cache", port=0, compile_cache=str(wanted)).found
-    assert not wanted.parent.exists()
+def test_cache_check_does_not_create_folders(tmp_path):
+    expected = tmp_path / "deep" / "cache"
+    assert str(expected) in found("compile cache", port=0, compile_cache=str(expected)).found
+    assert not expected.parent.exists()
     assert found("Hub cache", port=0, policy_cache="/proc/nothing").level == "warn"
     for off in ("off", ""):
         assert found("compile cache", port=0, compile_cache=off).found == "off"
@@ -103,18 +103,18 @@ def test_disk_space_is_judged(monkeypatch, tmp_path, free, level):
     assert found("Hub cache", port=0, policy_cache=str(tmp_path)).level == level
 
 
-def test_a_probe_that_dies_or_hangs_is_explained(monkeypatch):
+def test_probe_that_crashes_or_hangs_is_explained(monkeypatch):
     assert doctor._run("import sys; sys.exit('no such driver')", {})[0] == "no such driver"
     assert doctor._run("import os; os.kill(os.getpid(), 9)", {})[0] == "exit code -9"
     monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.2)
     assert doctor._run("import time; time.sleep(60)", {})[0] == "no answer in 0.2 s"
 
 
-def test_doctor_tells_all_of_it_and_ends_with_1_when_something_is_missing(robojax):
+def test_doctor_reports_all_findings_and_exits_with_1_on_failure(robojax):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        told = robojax("doctor", "--json", "--port", str(other.getsockname()[1]), timeout=110)
-    findings = {finding["name"]: finding for finding in json.loads(told.stdout)}
-    assert told.returncode == 1
+        result = robojax("doctor", "--json", "--port", str(other.getsockname()[1]), timeout=110)
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert result.returncode == 1
     assert (findings["port"]["level"], findings["Python"]["level"]) == ("fail", "ok")
     assert findings["JAX devices"]["level"] in ("ok", "warn")
     assert re.search("cpu|cuda", findings["JAX devices"]["found"])

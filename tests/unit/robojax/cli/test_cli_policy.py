@@ -1,4 +1,4 @@
-"""The shipped policy: the output of `check`, and a server that ends while the policy is loading or ready."""
+"""The shipped policy: the output of `check`, and a server that ends during or after loading."""
 
 import json
 import shutil
@@ -17,9 +17,9 @@ POLICY = str(Path(__file__).parents[4] / "robojax" / "sim" / "policy")
 def test_check_describes_a_policy_and_its_fit(call, tmp_path):
     (tmp_path / "so101.toml").write_text("[joints.gripper]\nstep = 8\n[joints.sholder_pan]\nlow = -60")
     flags = ("--rate", "25", "--runs", "10", "--limits", "so101.toml", "--json")
-    told = call("check", POLICY, *flags, ROBOJAX_COMPILE_CACHE="off")
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
+    result = call("check", POLICY, *flags, ROBOJAX_COMPILE_CACHE="off")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
     assert found["requirements"]["cameras"] == {"front": [96, 96]}
     assert found["requirements"]["joint_names"][0] == "Rotation"
     assert 0 < found["inference_ms"]["p50"] <= found["inference_ms"]["p99"]
@@ -31,13 +31,13 @@ def test_check_describes_a_policy_and_its_fit(call, tmp_path):
     assert (found["dtype"], found["prefix_tokens"], found["lerobot_version"]) == ("float32", None, None)
     jaw = found["limits"]["Jaw"]
     assert (jaw["low"], jaw["high"], jaw["step"], jaw["origin"]) == (0, 100, 8, "so101.toml, joint table")
-    assert found["unmatched"] == ["sholder_pan"], "a name that is spelled wrongly limits nothing, and is told"
+    assert found["unmatched"] == ["sholder_pan"], "a misspelled name limits nothing and is reported"
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
     statistics = found["requirements"]["state_statistics"]
     assert (statistics["mean"][3], statistics["std"][3]) == pytest.approx((78.1, 11.7), abs=0.1)
 
 
-def test_check_says_that_sessions_need_joint_names(call, tmp_path):
+def test_check_reports_missing_joint_names(call, tmp_path):
     policy = Path(shutil.copytree(POLICY, tmp_path / "policy", copy_function=shutil.copyfile))
     (policy / "robojax.json").write_text('{"rate": 25}')
     done = call("check", str(policy), "--runs", "5")
@@ -63,7 +63,7 @@ def test_check_refuses_a_policy_without_statistics(call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "said"),
+    ("flags", "code", "messages"),
     [
         (("--rename", "top=cam"), 3, ("top=cam names no camera of the policy, which has front", "without --rename")),
         (("--rename", "cam=front"), 3, ("the policy's name comes first, as front=cam", "without --rename")),
@@ -71,34 +71,34 @@ def test_check_refuses_a_policy_without_statistics(call, tmp_path):
         (("--lerobot-version", "0.5"), 2, ("--lerobot-version", "'0.5' is not one of '0.4', '0.6'")),
     ],
 )
-def test_a_flag_of_check_that_does_not_fit_is_named(call, flags: tuple[str, ...], code: int, said: tuple[str, ...]):
+def test_invalid_flag_of_check_is_named(call, flags: tuple[str, ...], code: int, messages: tuple[str, ...]):
     done = call("check", POLICY, *flags, ROBOJAX_COMPILE_CACHE="off")
     text = " ".join(done.stderr.replace("│", " ").split())
-    assert (done.returncode, [words for words in said if words not in text]) == (code, [])
+    assert (done.returncode, [words for words in messages if words not in text]) == (code, [])
 
 
-def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
+def test_manual_updates_are_listed_with_their_results(serve, call):
     with serve("--state", "off") as (_, url), Client(url) as client:
 
-        def told(*arguments: str, code: int = 0) -> str:
+        def output_of(*arguments: str, code: int = 0) -> str:
             done = call(*arguments, "--server", url)
             assert done.returncode == code, done.stderr
             return done.stdout + done.stderr
 
-        assert "no policy updates of session 'nobody' at" in told("deployments", "nobody")
-        assert "Session nobody not found" in told("policy", "nobody", "v1", code=4)
-        assert "robojax deployments nobody" in told("rollback", "nobody", code=4)
+        assert "no policy updates of session 'unknown' at" in output_of("deployments", "unknown")
+        assert "Session unknown not found" in output_of("policy", "unknown", "v1", code=4)
+        assert "robojax deployments unknown" in output_of("rollback", "unknown", code=4)
         client.create("arm", POLICY, transport_server_url=url)
-        assert "arm: noop" in told("policy", "arm")
-        assert "has no revision 'v9'" in told("policy", "arm", "v9", code=4)
-        assert "ran no other policy" in told("rollback", "arm", code=4)
-        results = [one["result"] for one in json.loads(told("deployments", "arm", "--json"))]
+        assert "arm: noop" in output_of("policy", "arm")
+        assert "has no revision 'v9'" in output_of("policy", "arm", "v9", code=4)
+        assert "ran no other policy" in output_of("rollback", "arm", code=4)
+        results = [one["result"] for one in json.loads(output_of("deployments", "arm", "--json"))]
         assert results == ["failed", "failed", "noop"]
-        assert "v9" in told("deployments")
+        assert "v9" in output_of("deployments")
 
 
 @pytest.mark.parametrize("wait", [0.3, None], ids=["loading", "ready"])
-def test_a_server_with_a_real_policy_ends_with_0(serve, pauses, wait):
+def test_server_with_a_real_policy_exits_with_0(serve, pauses, wait):
     with serve() as (process, url), Client(url) as client, ThreadPoolExecutor(1) as pool:
         created = pool.submit(client.create, "arm", POLICY, transport_server_url=url)
         wait_for([created], wait)

@@ -17,14 +17,14 @@ def status_of(url, key=None):
 
 
 @pytest.mark.parametrize(("command", "host"), [("serve", "0.0.0.0"), ("transport", "::")])
-def test_other_machines_need_a_key(robojax, command, host):
-    told = robojax(command, "--host", host, "--port", "0")
-    assert (told.returncode, told.stdout) == (2, "")
+def test_public_address_needs_keys(robojax, command, host):
+    result = robojax(command, "--host", host, "--port", "0")
+    assert (result.returncode, result.stdout) == (2, "")
     for text in ("robojax token new --role operator", f"robojax {command} --host {host} --keys-file", "--insecure"):
-        assert text in told.stderr
+        assert text in result.stderr
 
 
-def test_insecure_lets_them_in_and_says_so_loudly(serve):
+def test_insecure_allows_clients_without_keys_and_warns(serve):
     with serve("--host", "0.0.0.0", "--insecure") as (process, url):
         assert status_of(f"{url}/sessions") == 200
         process.terminate()
@@ -33,7 +33,7 @@ def test_insecure_lets_them_in_and_says_so_loudly(serve):
     assert process.returncode == 0
 
 
-def test_keys_are_made_used_listed_and_revoked(call, serve, tmp_path):
+def test_keys_are_created_used_listed_and_revoked(call, serve, tmp_path):
     made = call("token", "new", "--role", "operator", "--name", "ann", "--days", "7", "--state", "kept")
     key = made.stdout.strip()
     assert KEY.fullmatch(key)
@@ -44,9 +44,9 @@ def test_keys_are_made_used_listed_and_revoked(call, serve, tmp_path):
     assert stat.S_IMODE((tmp_path / "kept" / "jwt-secret").stat().st_mode) == 0o600
     with serve("--host", "0.0.0.0", "--state", "kept") as (_, url):
         assert [status_of(f"{url}/{path}") for path in ("health", "sessions")] == [200, 401]
-        told = call("sessions", "--server", url)
-        assert told.returncode == 4
-        assert "set ROBOJAX_KEY" in told.stderr
+        result = call("sessions", "--server", url)
+        assert result.returncode == 4
+        assert "set ROBOJAX_KEY" in result.stderr
         assert "no sessions" in call("sessions", "--server", url, ROBOJAX_KEY=key).stdout
         assert "no sessions" in call("sessions", "--server", url, "--key", signed).stdout
         assert "no recordings" in call("recordings", "list", "--server", url, "--key", key).stdout
@@ -76,19 +76,19 @@ def test_keys_are_made_used_listed_and_revoked(call, serve, tmp_path):
         (("new", "--role", "viewer", "--name", "a b", "--state", "s"), "letters, digits"),
         (("new", "--role", "viewer", "--port", "0"), "stores nothing"),
         (("new", "--role", "viewer", "--all", "--owner", "a", "--state", "s"), "exclude each other"),
-        (("revoke", "nobody", "--state", "s"), "no key is called 'nobody'"),
+        (("revoke", "unknown", "--state", "s"), "no key is called 'unknown'"),
         (("jwt", "--role", "viewer", "--name", "a", "--hours", "25", "--state", "s"), "at most 86400 s"),
         (("jwt", "--role", "viewer", "--name", "a", "--hours", "nan", "--state", "s"), "NaN"),
     ],
 )
-def test_what_cannot_be_made_says_why(call, arguments, why):
-    told = call("token", *arguments)
-    assert (told.returncode, told.stdout) == (2, "")
-    assert why in told.stderr
+def test_refused_token_names_the_reason(call, arguments, why):
+    result = call("token", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert why in result.stderr
 
 
-def test_redirect_does_not_get_the_key(call):
+def test_key_is_not_sent_to_a_redirect(call):
     with answering(302, location="/elsewhere") as (port, paths):
-        told = call("sessions", "--server", f"http://127.0.0.1:{port}", "--key", "rjk_secret")
-    assert told.returncode == 4
+        result = call("sessions", "--server", f"http://127.0.0.1:{port}", "--key", "rjk_secret")
+    assert result.returncode == 4
     assert paths == ["/sessions"]

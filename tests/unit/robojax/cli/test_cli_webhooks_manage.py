@@ -46,7 +46,7 @@ def call(hub):
 
 @pytest.fixture
 def made(call) -> str:
-    """Id of an existing webhook."""
+    """Return the id of an existing webhook."""
     found = call("create", "--url", URL, "--watch", "model:someone/arm", "--watch", "org:others", "--json")
     return json.loads(found.stdout)["id"]
 
@@ -70,17 +70,17 @@ def the_one(hub):
         (["--url", HTTP, "--watch", "model:a", "--allow-http", "robot.local"], {"url": HTTP}),
     ],
 )
-def test_a_webhook_is_made(call, hub, arguments, seen):
-    told = call("create", *arguments).output
+def test_webhook_is_created(call, hub, arguments, seen):
+    output = call("create", *arguments).output
     webhook = the_one(hub)
-    assert webhook.id in told
-    assert "created" in told
+    assert webhook.id in output
+    assert "created" in output
     for name, value in seen.items():
         assert getattr(webhook, name) == value
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--watch", "user:me"], "Missing argument"),
         (["--url", URL], "--watch"),
@@ -91,18 +91,18 @@ def test_a_webhook_is_made(call, hub, arguments, seen):
         (["--url", HTTP, "--watch", "model:a"], "--allow-http robot.local"),
     ],
 )
-def test_what_cannot_be_right_ends_with_2_and_nothing_is_sent(call, hub, arguments, said):
-    assert said in call("create", *arguments, code=2).output
+def test_invalid_arguments_exit_with_2_and_send_nothing(call, hub, arguments, message):
+    assert message in call("create", *arguments, code=2).output
     assert hub.requests == []
 
 
-def test_an_unknown_type_is_sent_and_the_hub_refuses_it(call, hub):
+def test_unknown_type_is_refused_by_the_hub(call, hub):
     assert "400" in call("create", "--url", URL, "--watch", "modle:arm", code=4).output
     assert b'"type": "modle"' in hub.requests[-1].body
 
 
 @both
-def test_the_list_is_a_table_or_json_or_ids(call, hub, made):
+def test_list_is_a_table_or_json_or_ids(call, hub, made):
     call("create", "--url", f"{URL}?secret=in-the-url", "--watch", "user:me", "--secret-file", "secret")
     call("create", "--job-id", "687f", "--watch", "user:me")
     hub.webhooks[made].disabled = "suspended-after-failure"
@@ -116,10 +116,10 @@ def test_the_list_is_a_table_or_json_or_ids(call, hub, made):
     assert call("ls", "-q").output.split() == list(hub.webhooks)
 
 
-def test_an_update_keeps_what_is_not_named(call, hub, made):
-    told = call("update", made, "--url", f"{URL}/new").output
-    assert made in told
-    assert "updated" in told
+def test_update_keeps_unnamed_fields(call, hub, made):
+    output = call("update", made, "--url", f"{URL}/new").output
+    assert made in output
+    assert "updated" in output
     assert json.loads(hub.requests[-1].body)["watched"][0] == {"type": "model", "name": "someone/arm"}
     assert the_one(hub).url == f"{URL}/new"
     call("update", made, "--watch", "dataset:a/b", "--domain", "repo", "--secret-file", "secret")
@@ -127,52 +127,52 @@ def test_an_update_keeps_what_is_not_named(call, hub, made):
 
 
 @pytest.mark.parametrize("what", ["enable", "disable"])
-def test_it_is_switched(call, hub, made, what):
+def test_webhook_is_enabled_and_disabled(call, hub, made, what):
     the_one(hub).disabled = what == "enable"
-    told = call(what, made).output
-    assert made in told
-    assert f"{what}d" in told
+    output = call(what, made).output
+    assert made in output
+    assert f"{what}d" in output
     assert the_one(hub).disabled == (what == "disable")
     assert json.loads(call(what, made, "--json").stdout)["did"] == f"{what}d"
 
 
 @pytest.mark.parametrize(("answer", "is_deleted"), [("y\n", True), ("n\n", False), ("", False)])
-def test_a_deletion_asks_first(call, hub, made, answer, is_deleted):
-    told = call("delete", made, input=answer, code=0 if is_deleted else 1).output
+def test_deletion_needs_confirmation(call, hub, made, answer, is_deleted):
+    output = call("delete", made, input=answer, code=0 if is_deleted else 1).output
     assert (made in hub.webhooks) != is_deleted
-    assert ("deleted" in told) == is_deleted
-    assert made in told
+    assert ("deleted" in output) == is_deleted
+    assert made in output
 
 
-def test_a_deletion_that_was_said_yes_to_does_not_ask(call, hub, made):
+def test_confirmed_deletion_does_not_prompt(call, hub, made):
     assert "give --yes" in call("delete", made, "--json", code=2).output
     assert json.loads(call("delete", made, "--yes", "--json").stdout) == {"id": made, "did": "deleted"}
     assert not hub.webhooks
-    told = call("delete", made, "-y", code=4).output
-    assert f"there is no webhook '{made}'" in told
-    assert "Do: `robojax webhooks list`" in told
+    output = call("delete", made, "-y", code=4).output
+    assert f"there is no webhook '{made}'" in output
+    assert "Do: `robojax webhooks list`" in output
 
 
-def test_a_generated_secret_is_written_once_for_its_owner_alone(call, hub, tmp_path):
+def test_generated_secret_is_written_once_for_its_owner_alone(call, hub, tmp_path):
     line = ["create", "--url", URL, "--watch", "model:someone/arm", "--generate-secret", "--secret-file", "new"]
-    told = call(*line).output
+    output = call(*line).output
     secret = (tmp_path / "new").read_text().strip()
     assert secret == the_one(hub).secret
-    assert secret not in told
+    assert secret not in output
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
     call(*line)
     assert [webhook.secret for webhook in hub.webhooks.values()] == [secret, secret]
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
-def test_a_replay_ends_with_1_when_it_was_not_taken(call, hub, made, monkeypatch, status, code):
+def test_refused_replay_exits_with_1(call, hub, made, monkeypatch, status, code):
     monkeypatch.setattr(hub.webhooks, "_replay", lambda webhook, log: status)
-    told = json.loads(call("replay", made, "log-1", "--json", code=code).stdout)
-    assert told == {"id": made, "did": "replayed", "log_id": "log-1", "status_code": status}
+    output = json.loads(call("replay", made, "log-1", "--json", code=code).stdout)
+    assert output == {"id": made, "did": "replayed", "log_id": "log-1", "status_code": status}
 
 
-def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):
+def test_terminal_control_characters_are_escaped(call, hub, made):
     the_one(hub).watched = [{"type": "model", "name": "arm\x1b[2J\n[bold]x"}]
-    for told in (call("ls").output, call("enable", made).output):
-        assert "\x1b" not in told
-        assert "[bold]x" in told
+    for output in (call("ls").output, call("enable", made).output):
+        assert "\x1b" not in output
+        assert "[bold]x" in output

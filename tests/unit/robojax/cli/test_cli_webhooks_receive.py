@@ -1,4 +1,4 @@
-"""Deliveries of ``send`` to a script with a server, and its events as ``events`` lists them."""
+"""Deliveries from ``send`` to a script with a server, and its events in ``events``."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ def environment(environment, tmp_path):
     return kept | {"WEBHOOK_SECRET": "", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
-def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
+def test_script_receives_deliveries_and_lists_its_events(script, robojax, call):
     with script(MODULE, WEBHOOK_SECRET=SECRET) as (process, url):
         options = ("--all-scopes", "--json")
         sent = robojax("webhooks", "send", f"{url}/webhooks/hello", "--secret-file", "secret", *options)
@@ -90,8 +90,8 @@ def test_a_script_is_sent_to_and_its_events_are_listed(script, robojax, call):
         (("events", "show", "1", "--database", "x"), "there is no file 'x'"),
     ],
 )
-def test_invalid_arguments_end_with_2_and_an_advice(call, arguments, why):
-    told = call("webhooks", *arguments)
-    assert told.returncode == 2
-    assert why in told.stderr
-    assert "Do: " in told.stderr
+def test_invalid_arguments_exit_with_2_and_advice(call, arguments, why):
+    result = call("webhooks", *arguments)
+    assert result.returncode == 2
+    assert why in result.stderr
+    assert "Do: " in result.stderr

@@ -1,4 +1,4 @@
-"""``robojax robot`` from the command line: what it says, and with which exit code."""
+"""``robojax robot`` on the command line: its messages and exit codes."""
 
 import json
 import sys
@@ -12,17 +12,21 @@ CAMERA = "--robot.cameras={front: {type: simulated, width: 64, height: 48, fps: 
 
 
 @pytest.mark.usefixtures("even_cameras")
-def test_a_check_shows_every_line_although_flags_are_missing(call: Run) -> None:
+def test_check_shows_each_line_despite_missing_flags(call: Run) -> None:
     done = call("robot", "--check", "--json", "--robot.type=so101_follower", "--server=http://127.0.0.1:9", CAMERA)
     assert done.returncode == 1, done.stderr
     found = {each["name"]: each for each in json.loads(done.stdout)}
     levels = {name: each["level"] for name, each in found.items()}
-    wanted = {"fail": ("port", "id", "server", "units"), "ok": ("camera front",), "warn": ("policy", "joints", "rate")}
-    assert levels == {name: level for level, names in wanted.items() for name in names}
+    expected = {
+        "fail": ("port", "id", "server", "units"),
+        "ok": ("camera front",),
+        "warn": ("policy", "joints", "rate"),
+    }
+    assert levels == {name: level for level, names in expected.items() for name in names}
     assert all(each["fix"] for name, each in found.items() if levels[name] != "ok")
 
 
-def test_a_missing_simulator_says_what_to_install(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_simulator_names_the_packages_to_install(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mujoco", "robojax.sim.servos", "robojax.sim.arm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "mujoco", None)
@@ -33,7 +37,7 @@ def test_a_missing_simulator_says_what_to_install(call: Run, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "messages"),
     [
         (("--policy.path=x",), 2, ["--robot.type is None", "unit of the joints is not known", "stats.json"]),
         (SIMULATED, 2, ["neither --policy.path nor --session is given"]),
@@ -41,9 +45,9 @@ def test_a_missing_simulator_says_what_to_install(call: Run, monkeypatch: pytest
     ],
     ids=["no robot", "no session", "no server"],
 )
-def test_missing_flags_are_said_with_what_to_do(
-    call: Run, arguments: tuple[str, ...], code: int, said: list[str]
+def test_missing_flags_are_named_with_advice(
+    call: Run, arguments: tuple[str, ...], code: int, messages: list[str]
 ) -> None:
     done = call("robot", *arguments)
     assert done.returncode == code, done.stderr
-    assert all(text in done.stderr for text in said), done.stderr
+    assert all(text in done.stderr for text in messages), done.stderr

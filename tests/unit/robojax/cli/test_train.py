@@ -1,4 +1,4 @@
-"""``robojax train``: flags as LeRobot writes them, and refusals that say what was meant."""
+"""``robojax train``: LeRobot's flags, and refusals with suggestions."""
 
 import json
 from pathlib import Path
@@ -47,19 +47,19 @@ def test_flags_of_train_are_parsed() -> None:
         ("--steps", "--steps is ''; wanted an integer"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_what_was_meant(argument: str, complaint: str) -> None:
+def test_unreadable_flag_is_refused_with_a_suggestion(argument: str, complaint: str) -> None:
     with pytest.raises(InvalidFlags) as refusal:
         read_flags([argument])
     assert complaint in str(refusal.value)
 
 
-def test_all_complaints_come_together_and_nothing_is_said_twice() -> None:
+def test_all_complaints_are_reported_together_and_once() -> None:
     with pytest.raises(InvalidFlags) as refusal:
         read_flags(["--polcy.type=act", "--steps=x", "--seed=1", "--seed=2"])
     assert len(str(refusal.value).splitlines()) == 3
 
 
-def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
+def test_fields_of_a_policy_are_parsed_by_their_types() -> None:
     kinds = {"dropout": "float", "vision_backbone": "str", "use_vae": "bool", "weights": "str | None", "size": "int"}
     texts = {"dropout": "1e-1", "vision_backbone": "18", "use_vae": "True", "weights": "null", "size": "4"}
     values = {"dropout": 0.1, "vision_backbone": "18", "use_vae": True, "weights": None, "size": 4}
@@ -81,7 +81,7 @@ def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
         (["--policy.type=act", "--dataset.repo_id=a/b", "--mesh=data:1", "--fsdp"], "--mesh and --fsdp exclude"),
     ],
 )
-def test_flags_that_do_not_go_together_are_a_usage_error(arguments: list[str], complaint: str) -> None:
+def test_conflicting_flags_are_a_usage_error(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert complaint in result.output
@@ -98,24 +98,24 @@ def test_flags_that_do_not_go_together_are_a_usage_error(arguments: list[str], c
         (["--policy.path=me/it", "--policy.revison=main"], "did you mean --policy.revision?"),
     ],
 )
-def test_an_unknown_flag_is_answered_before_what_is_missing(arguments: list[str], complaint: str) -> None:
+def test_unknown_flag_is_reported_before_missing_flags(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert complaint in " ".join(result.output.split())
     assert "wanted" not in result.output
 
 
-def test_decoding_is_logged_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_progress_is_logged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(train.time, "monotonic", lambda: now)
     with train.ProgressDisplay(is_enabled=True) as shown:
         for done in range(0, 3000, 100):
-            now = done / 100  # seconds
+            now = done / 100  # Seconds.
             shown.decoding(done, 3000)
     assert capsys.readouterr().out == "decoding 1000/3000 (33%)\ndecoding 2000/3000 (67%)\n"
 
 
-def test_help_lists_every_flag_and_the_fields_of_a_policy() -> None:
+def test_help_lists_each_flag_and_the_fields_of_a_policy() -> None:
     result = CliRunner().invoke(app, ["--help", "--policy.type=act"])
     assert result.exit_code == 0
     assert "--gradient_accumulation_steps" in result.output
@@ -124,7 +124,7 @@ def test_help_lists_every_flag_and_the_fields_of_a_policy() -> None:
 
 
 @pytest.mark.timeout(600)  # A slow machine compiles for a minute.
-def test_training_and_resuming_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_command_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     with DatasetWriter(tmp_path / "demos", fps=10, joint_names=("x",), environment_state=("where",)) as writer:
         for place in np.float32((0.1, 0.5, 0.9)):

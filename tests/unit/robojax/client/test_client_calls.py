@@ -1,4 +1,4 @@
-"""Requests, responses and messages as values, and which requests are repeated."""
+"""Requests, responses and messages as values, and the repetition of requests."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ from service.transport.client.robot import connect_robot
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
 
-def test_an_observation_is_packed_as_the_doors_take_it() -> None:
+def test_observation_is_packed_for_the_client_protocol() -> None:
     found = pack_observation({"front": PICTURE, "top": b"jpeg"}, {"Rotation": 1}, number=7, prompt=None)
     assert found == {
         "images": {"front": {"dtype": "uint8", "shape": [4, 6, 3], "data": PICTURE.tobytes()}, "top": b"jpeg"},
@@ -54,7 +54,7 @@ def test_an_observation_is_packed_as_the_doors_take_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "state", "said"),
+    ("images", "state", "message"),
     [
         ({"front": PICTURE.astype(np.float32)}, None, "expected uint8"),
         ({"front": PICTURE[..., 0]}, None, "expected uint8"),
@@ -64,13 +64,13 @@ def test_an_observation_is_packed_as_the_doors_take_it() -> None:
         (None, np.array(["x"], object), "not finite numbers"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_before_it_is(images, state, said: str) -> None:
-    with pytest.raises(InvalidArgument, match=said):
+def test_invalid_observation_is_refused_before_sending(images, state, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         pack_observation(images, state)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "float16", "float32", "float64", "bool"])
-def test_arrays_come_back(dtype: str) -> None:
+def test_arrays_survive_packing(dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
     np.testing.assert_array_equal(unpack_array(msgpack.unpackb(msgpack.packb(pack_array(array)))), array)
 
@@ -87,12 +87,12 @@ def test_arrays_come_back(dtype: str) -> None:
         [[1.0], [1.0, 2.0]],
     ],
 )
-def test_what_is_no_array_is_not_taken_for_one(bad) -> None:
+def test_invalid_array_is_refused(bad) -> None:
     with pytest.raises((ProtocolError, TypeError)):
         unpack_array(bad)
 
 
-def test_actions_that_are_not_finite_are_never_handed_over() -> None:
+def test_non_finite_actions_are_never_returned() -> None:
     call = http.act("arm", {}, "chunk", read_chunk)
     body = msgpack.packb({"actions": pack_array(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
     with pytest.raises(ProtocolError, match="not finite"):
@@ -101,7 +101,7 @@ def test_actions_that_are_not_finite_are_never_handed_over() -> None:
         stream.decode_message(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
 
 
-def test_messages_of_the_stream_are_read_in_both_forms() -> None:
+def test_stream_messages_are_read_in_both_formats() -> None:
     assert stream.decode_message('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
     assert stream.decode_message(stream.encode_message("news", {})) is None
     for bad in (b"\xc1", b"\x01", "[", '{"kind": "command"}', '{"kind": "welcome"}'):
@@ -109,7 +109,7 @@ def test_messages_of_the_stream_are_read_in_both_forms() -> None:
             stream.decode_message(bad)
 
 
-def test_a_refusal_carries_the_servers_code_and_text() -> None:
+def test_refusal_has_the_code_and_text_of_the_server() -> None:
     found = http.build_refusal(409, {"retry-after": "2"}, b'{"detail": "it runs", "code": "move_refused"}')
     assert (found.status, found.code, found.text, found.retry_after) == (409, "move_refused", "it runs", 2.0)
     found = http.build_refusal(422, {}, b'{"detail": [{"loc": ["body", "rate"], "msg": "too low", "type": "x"}]}')
@@ -119,15 +119,15 @@ def test_a_refusal_carries_the_servers_code_and_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         *(({"url": url}, None) for url in ("ftp://x", "http://", "http://a:b@x", "http://x/?key=1", "http://x:0")),
         *(({"url": url}, f"try http://{url}$") for url in ("localhost:8001", "gpu-box:9001")),
         ({"key": "a\r\nx-evil: 1"}, "the key has invalid characters"),
     ],
 )
-def test_an_invalid_address_or_key_is_refused(given: dict[str, str], said: str | None) -> None:
-    with pytest.raises(InvalidArgument, match=said):
+def test_invalid_address_or_key_is_refused(given: dict[str, str], message: str | None) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         Client(**given)
 
 
@@ -157,7 +157,7 @@ def test_server_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "message"),
     [
         ("dry_runn", "did you mean 'dry_run'?"),
         ("DRY_RUN", "did you mean 'dry_run'?"),
@@ -165,15 +165,15 @@ def test_server_of_the_environment(
         ("someday", "a session has overlap, temporal_ensemble_coeff"),
     ],
 )
-def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) -> None:
+def test_create_refuses_unknown_fields_before_sending(field: str, message: str) -> None:
     fields: dict[str, Any] = {field: True}
-    # No server listens there: a request would end in ServerUnreachable.
+    # No server listens there, so a request would end in ServerUnreachable.
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(InvalidArgument, match=rf"unknown field '{field}'; ") as refused,
     ):
         client.create("arm", "policies/act", **fields)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
     async def create() -> None:
         async with AsyncClient("http://127.0.0.1:1") as client:
@@ -225,42 +225,42 @@ def test_shared_calls_have_signatures_and_docstrings_in_both_clients(blocking: t
 
 
 @contextlib.asynccontextmanager
-async def hanging_up():
-    """A server that reads a request, notes its first line, and hangs up."""
-    heard: list[str] = []
+async def closing_server():
+    """Yield a server that reads a request, records its first line, and closes the connection."""
+    requests: list[str] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append((await reader.readline()).decode().split(" HTTP")[0])
+        requests.append((await reader.readline()).decode().split(" HTTP")[0])
         writer.transport.abort()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heard
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
 
 
-async def test_only_what_tells_something_or_stops_is_sent_again() -> None:
-    async with hanging_up() as (url, heard), AsyncClient(url) as client:
+async def test_only_reads_and_stops_are_repeated() -> None:
+    async with closing_server() as (url, requests), AsyncClient(url) as client:
         arm = client.session("arm")
         for call, times in ((arm.status, 3), (arm.start, 1), (arm.restart, 1), (arm.emergency_stop, 3)):
-            heard.clear()
+            requests.clear()
             with pytest.raises(ServerUnreachable) as lost:
                 await call()
             assert lost.value.may_have_arrived
-            assert len(heard) == times, heard
-        heard.clear()
+            assert len(requests) == times, requests
+        requests.clear()
         with pytest.raises(ServerUnreachable, match="check before you repeat it"):
             await arm.act({"front": PICTURE})
-        assert heard == ["POST /sessions/arm/act"]
+        assert requests == ["POST /sessions/arm/act"]
 
 
-def test_an_unreachable_server_did_nothing() -> None:
+def test_unreachable_server_did_nothing() -> None:
     with Client("http://127.0.0.1:9") as client, pytest.raises(ServerUnreachable, match="robojax serve") as lost:
         client.session("arm").start()
     assert not lost.value.may_have_arrived
 
 
-async def test_a_session_that_could_not_be_stopped_is_told_beside_what_happened() -> None:
-    async with hanging_up() as (url, _), AsyncClient(url) as client:
+async def test_failed_stop_is_noted_on_the_original_error() -> None:
+    async with closing_server() as (url, _), AsyncClient(url) as client:
         with pytest.raises(KeyError) as failed:
             async with client.session("arm"):
                 raise KeyError("mine")
@@ -273,7 +273,7 @@ def test_certificates_are_verified_and_redirects_ignored() -> None:
     assert (found["verify"], found["trust_env"], found["follow_redirects"]) == (True, False, False)
 
 
-def test_the_client_is_imported_at_once() -> None:
+def test_client_import_is_fast() -> None:
     program = "import time; began = time.process_time(); import robojax.client; print(time.process_time() - began)"
     looks = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(3)]
-    assert min(looks) < 0.15  # seconds of processor time
+    assert min(looks) < 0.15  # Seconds of processor time.

@@ -1,4 +1,4 @@
-"""The client against the real server: sessions, acts, streams, rooms, keys."""
+"""The client with the real server: sessions, acts, streams, rooms, keys."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[AsyncClient]:
-    """An operator's client of a server with keys."""
+    """Yield an operator's client of a server with keys."""
     settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
     async with (
         started(transport=REAL, roles={"alice": Role.OPERATOR}, **settings) as server,
@@ -52,7 +52,7 @@ async def drain(stream: AsyncStream) -> None:
 
 
 async def drive(session: AsyncSession) -> None:
-    """Receive three commands of the session's own loop, then raise an error."""
+    """Receive three commands of the session's control loop, then raise an error."""
     async with session, session.stream() as stream:
         await session.start()
         commands = 0
@@ -65,7 +65,7 @@ async def drive(session: AsyncSession) -> None:
                 raise LookupError("of the user's program")
 
 
-async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient, monkeypatch) -> None:
+async def test_program_with_an_event_loop_uses_the_whole_api(client: AsyncClient, monkeypatch) -> None:
     session = await made(client)
     assert [each.session_id for each in await client.sessions()] == ["arm"]
     chunk = await session.act(PICTURES, POSE, number=7)
@@ -85,7 +85,7 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     with pytest.raises(RequestRefused, match="did you mean 'overlap'"):
         await session.patch(overlapp="latest_only")  # pyright: ignore[reportCallIssue]
     assert (chunk.warnings, first.warnings) == ((), ())
-    odd = [150.0, *POSE[1:]]  # The range ends at 100.
+    odd = [150.0, *POSE[1:]]  # Outside of the range, which ends at 100.
     (warning,) = (await session.act(PICTURES, odd, reset=True)).warnings
     assert "Rotation" in warning
     assert (await session.next_action(PICTURES, odd, reset=True)).warnings == (warning,)
@@ -94,7 +94,7 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
         await session.act({"side": PICTURES["front"]}, POSE)
     assert (refused.value.status, refused.value.code) == (422, "invalid")
     assert "front" in refused.value.text
-    # A client without a key may do nothing; with a ticket it opens one stream.
+    # A client without a key is refused; a ticket opens one stream.
     ticket = await client.ticket()
     async with AsyncClient(client.url) as stranger:
         with pytest.raises(RequestRefused) as refused:
@@ -128,7 +128,7 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     assert (refused.value.status, refused.value.code) == (404, "unknown_session")
 
 
-async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient, monkeypatch) -> None:
+async def test_program_without_an_event_loop_uses_the_whole_api(client: AsyncClient, monkeypatch) -> None:
     def program() -> None:
         monkeypatch.setenv("ROBOJAX_KEY", client._key or "")
         with Client(client.url) as server:
@@ -165,7 +165,7 @@ async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient
     await asyncio.to_thread(program)
 
 
-async def test_rooms_are_joined_through_the_same_client(client: AsyncClient) -> None:
+async def test_rooms_are_joined_with_the_same_client(client: AsyncClient) -> None:
     session = await client.create("arm", "policies/act", transport_server_url=client.url)
     assert (await session.status()).rooms.joint_output == "arm-joint-output"
     async with session.robot(client.url, on_command=lambda *_: None) as robot:
@@ -173,7 +173,7 @@ async def test_rooms_are_joined_through_the_same_client(client: AsyncClient) -> 
     await session.delete()
 
 
-async def test_a_server_that_ends_ends_streams(tmp_path: Path) -> None:
+async def test_end_of_the_server_ends_streams(tmp_path: Path) -> None:
     async with started(transport=REAL, state=str(tmp_path), policy_owners=("policies",)) as server:
         client = AsyncClient(server.url)
         session = await client.create("arm", "policies/act")
@@ -185,7 +185,7 @@ async def test_a_server_that_ends_ends_streams(tmp_path: Path) -> None:
     await client.close()
 
 
-async def test_a_stream_is_not_led_to_another_server() -> None:
+async def test_stream_does_not_follow_a_redirect() -> None:
     async def point_away(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: ws://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Six simulated servos behind a pseudo-terminal, with the real package for servos at the other end."""
+"""Six simulated servos behind a pseudo-terminal, with the real servo package at the other end."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ CALIBRATION = {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in
 
 @pytest.fixture
 def servos(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedBus]:
-    # The servos are a thread of this machine, which may stand still for longer than real ones ever take to answer.
+    # The simulated servos run in a thread, which may pause longer than the response time of real servos.
     monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 1000.0)
     made = {servo: Servo() for servo in JOINTS.values()}
     for servo in made.values():

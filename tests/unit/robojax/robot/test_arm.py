@@ -1,4 +1,4 @@
-"""The arm: nothing jumps or falls when it is engaged, and what does not fit is refused."""
+"""The arm: engaging it causes no jump or fall, and mismatching hardware is refused."""
 
 import time
 
@@ -14,10 +14,10 @@ from tests.unit.robojax.conftest import wait_until
 ALL = tuple(JOINTS.values())
 
 
-def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, servos: SimulatedBus) -> None:
+def test_limp_arm_is_configured_like_lerobot_and_held_in_place(arm: Arm, servos: SimulatedBus) -> None:
     for servo in ALL:
         servos.line.servos[servo].set_position(1000 + servo)
-        servos.line.servos[servo][bus.GOAL_POSITION] = 3000  # of another day
+        servos.line.servos[servo][bus.GOAL_POSITION] = 3000  # Left from an earlier run.
     arm.enable_torque()
     for servo in ALL:
         memory = servos.line.servos[servo]
@@ -30,19 +30,19 @@ def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, s
     assert arm.held == []
 
 
-def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBus) -> None:
+def test_held_arm_is_not_released(arm: Arm, servos: SimulatedBus) -> None:
     servos.line.servos[2][bus.TORQUE_ENABLE] = 1
     arm.enable_torque()
-    # Its torque was never off, so nothing was set up there, and its goal is what it was.
+    # Its torque was never off, so nothing was configured, and its goal is unchanged.
     assert servos.line.servos[2][bus.P_COEFFICIENT] == 32
     assert servos.line.servos[2].written == []
     assert arm.held == list(JOINTS)
 
 
-def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: SimulatedBus) -> None:
+def test_pose_and_targets_use_the_units_of_the_policy(arm: Arm, servos: SimulatedBus) -> None:
     arm.enable_torque()
     arm.move({"shoulder_pan": 100.0, "gripper": 0.0})
-    arm.read_pose()  # Servos do not confirm a target, but answer the next request after it.
+    arm.read_pose()  # Servos do not confirm a target, but they answer the next request.
     assert [servos.line.servos[servo][bus.GOAL_POSITION] for servo in (1, 6, 3)] == [3395, 700, 2048]
     arm.move({"wrist_roll": -100.0})
     arm.read_pose()
@@ -51,7 +51,7 @@ def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: S
 
 
 @pytest.mark.parametrize("what", ["missing", "model", "calibration"])
-def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: SimulatedBus, what: str) -> None:
+def test_mismatching_hardware_is_refused_before_holding(arm: Arm, servos: SimulatedBus, what: str) -> None:
     if what == "missing":
         servos.line.silent.add(3)
     elif what == "model":
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: 
     assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in ALL)
 
 
-def test_three_lost_readings_are_a_lost_servo(arm: Arm, servos: SimulatedBus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_lost_readings_mean_a_lost_servo(arm: Arm, servos: SimulatedBus, monkeypatch: pytest.MonkeyPatch) -> None:
     servos.line.silent.add(2)
     with monkeypatch.context() as quick:
         quick.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
@@ -93,14 +93,14 @@ def test_servo_without_a_position_gets_no_goal(arm: Arm, servos: SimulatedBus, h
     assert servos.line.servos[2].written == before
 
 
-def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus) -> None:
+def test_active_servo_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus) -> None:
     servos.line.servos[1][bus.TORQUE_ENABLE] = 1
     servos.line.servos[1][bus.OPERATING_MODE] = 1
     with pytest.raises(RobotError, match="not in position mode"):
         arm.enable_torque()
 
 
-def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
+def test_arm_is_held_even_if_the_last_reading_fails(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
     arm.enable_torque()
     shoulder, body = servos.line.servos[1], ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0)
     read = arm.read_pose
@@ -113,7 +113,7 @@ def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, serv
         return read()
 
     monkeypatch.setattr(arm, "read_pose", pose)
-    monkeypatch.setattr(shoulder, "_speed", 100.0)  # on its way for seconds, however busy the machine is
+    monkeypatch.setattr(shoulder, "_speed", 100.0)  # The motion takes seconds on any machine.
     with body:
         body.command({"shoulder_pan": 100.0})
         wait_until(lambda: shoulder[bus.GOAL_POSITION] >= 3395)
@@ -122,7 +122,7 @@ def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, serv
     wait_until(lambda: shoulder[bus.GOAL_POSITION] < 3395)  # Servos do not confirm a target.
 
 
-def test_a_reset_releases_no_arm_that_cannot_be_read(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
+def test_reset_does_not_release_an_unreadable_arm(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
     monkeypatch.setattr(arm_thread, "MAX_POSE_AGE", 0.2)
     arm.enable_torque()
     read, is_failing = arm.read_pose, False
@@ -137,10 +137,10 @@ def test_a_reset_releases_no_arm_that_cannot_be_read(arm: Arm, servos: Simulated
         is_failing = False
         wait_until(lambda: body.reset(1) is None)
         assert body.latch is None
-        # The reset of one stop does not release a later one.
+        # A reset of one stop does not release a later stop.
         body.stop("emergency stop", is_latched=True)
-        body.stop("another one", is_latched=True)
-        assert body.reset(2) == "another one"
+        body.stop("second stop", is_latched=True)
+        assert body.reset(2) == "second stop"
         servos.line.silent.add(3)
         wait_until(lambda: body.is_over)
         assert body.latch is not None

@@ -17,7 +17,7 @@ from robojax.robot.arm import (
 )
 from robojax.robot.errors import RobotError
 
-# As LeRobot writes them.
+# The content as LeRobot writes it.
 GOOD = {
     name: {"id": servo, "drive_mode": 0, "homing_offset": -100 * servo, "range_min": 700, "range_max": 3300}
     for name, servo in JOINTS.items()
@@ -31,21 +31,21 @@ def written(folder: Path, content: object, name: str = "mine.json") -> Path:
     return file
 
 
-def test_a_calibration_of_lerobot_is_read_in_the_arms_order(tmp_path: Path) -> None:
+def test_lerobot_calibration_is_read_in_the_order_of_the_arm(tmp_path: Path) -> None:
     found = read_calibration(written(tmp_path, dict(reversed(GOOD.items()))), JOINTS)
     assert list(found) == list(JOINTS)
     assert (found["gripper"].id, found["gripper"].homing_offset, found["gripper"].range_max) == (6, -600, 3300)
 
 
 @pytest.mark.parametrize("place", ["so_follower", "so101_follower"])
-def test_it_is_found_where_old_and_new_versions_of_lerobot_put_it(tmp_path: Path, monkeypatch, place: str) -> None:
+def test_calibration_of_old_and_new_lerobot_versions_is_found(tmp_path: Path, monkeypatch, place: str) -> None:
     monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
     monkeypatch.delenv("HF_LEROBOT_CALIBRATION", raising=False)
     file = written(tmp_path / "calibration" / "robots" / place, GOOD)
     assert find_calibration("so101_follower", "mine") == file
 
 
-def test_two_that_differ_are_not_chosen_between(tmp_path: Path, monkeypatch) -> None:
+def test_conflicting_calibrations_are_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HF_LEROBOT_CALIBRATION", str(tmp_path))
     assert get_calibration_folder() == tmp_path
     written(tmp_path / "robots" / "so_follower", GOOD)
@@ -55,12 +55,12 @@ def test_two_that_differ_are_not_chosen_between(tmp_path: Path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name", ["../mine", "", "..", "a/b"])
-def test_an_id_is_no_way_out_of_the_folder(tmp_path: Path, name: str) -> None:
+def test_id_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(RobotError, match="cannot be a file's name"):
         find_calibration("so101_follower", name, tmp_path)
 
 
-def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     bad: dict[str, dict[str, object]] = {name: {**joint} for name, joint in GOOD.items()}
     bad["elbow"] = {}
     del bad["shoulder_pan"]
@@ -82,7 +82,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
-def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_calibration_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "mine.json"
     file.write_text(text)
     with pytest.raises(RobotError, match=r"cannot be read|not a JSON object"):
@@ -95,13 +95,13 @@ JOINT = JointCalibration(1, 0, 0, 1000, 3000)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['unit']}-{case['drive_mode']}-{case['range'][0]}")
-def test_steps_and_units_are_converted_to_the_bit_as_lerobot_does(case) -> None:
+def test_steps_and_units_are_converted_exactly_like_lerobot(case) -> None:
     low, high = case["range"]
     joint, unit = JointCalibration(1, case["drive_mode"], 0, low, high), Unit(case["unit"])
     assert [from_steps(steps, joint, unit) for steps, _ in case["from_steps"]] == [v for _, v in case["from_steps"]]
-    # Unlike LeRobot, which also sends degrees beyond the calibrated range.
-    wanted = [min(high, max(low, steps)) for _, steps in case["to_steps"]]
-    assert [to_steps(value, joint, unit) for value, _ in case["to_steps"]] == wanted
+    # LeRobot also sends degrees beyond the calibrated range; robojax clamps them.
+    expected = [min(high, max(low, steps)) for _, steps in case["to_steps"]]
+    assert [to_steps(value, joint, unit) for value, _ in case["to_steps"]] == expected
 
 
 @pytest.mark.parametrize("unit", Unit)
@@ -110,6 +110,6 @@ def test_no_target_leaves_the_calibrated_range(unit: Unit) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_target_that_is_not_finite_is_no_position(value: float) -> None:
+def test_non_finite_target_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="wanted a finite number"):
         to_steps(value, JOINT, Unit.PERCENT)

@@ -1,4 +1,4 @@
-"""Cameras: a video file through OpenCV, and what is said of one that is not there."""
+"""Cameras: a video file through OpenCV, and errors of missing cameras."""
 
 import time
 from pathlib import Path
@@ -15,16 +15,16 @@ cv2 = pytest.importorskip("cv2", reason="the extra 'robot' is not installed")
 
 @pytest.fixture(scope="module")
 def video(tmp_path_factory) -> Path:
-    """Five red pictures, 64x48."""
+    """Write five red pictures of 64x48."""
     file = tmp_path_factory.mktemp("video") / "red.avi"
     writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 30, (64, 48))
     for _ in range(5):
-        writer.write(np.full((48, 64, 3), (0, 0, 255), np.uint8))  # BGR
+        writer.write(np.full((48, 64, 3), (0, 0, 255), np.uint8))  # Red in BGR.
     writer.release()
     return file
 
 
-def test_a_video_file_is_played_again_and_again_in_rgb_and_turned(video: Path) -> None:
+def test_video_file_is_looped_in_rgb_and_rotated(video: Path) -> None:
     camera = Camera("front", CameraConfig("opencv", str(video), 32, 24, 500, rotation=90))
     try:
         wait_until(lambda: camera.pictures >= 12)
@@ -35,13 +35,13 @@ def test_a_video_file_is_played_again_and_again_in_rgb_and_turned(video: Path) -
     assert np.abs(picture.astype(int) - (255, 0, 0)).max() < 8
 
 
-def test_old_pictures_are_not_shown_as_new_ones(video: Path) -> None:
+def test_old_pictures_are_not_shown_as_new(video: Path) -> None:
     camera = Camera("front", CameraConfig("opencv", str(video), 64, 48, 30))
     camera.close()
     with pytest.raises(CameraLost, match="gives no more pictures"):
         camera.newest(time.monotonic() + 3)
 
 
-def test_a_camera_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_camera_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CameraLost, match="cannot be opened"):
         Camera("front", CameraConfig("opencv", str(tmp_path / "none.avi"), 64, 48, 30))

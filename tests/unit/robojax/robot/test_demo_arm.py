@@ -1,4 +1,4 @@
-"""The demo's arm behind simulated servos: its motions go through units, steps and packets."""
+"""The demo's arm behind simulated servos: motions pass through units, steps and packets."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import robojax.sim  # noqa: F401 - it chooses how MuJoCo renders, before MuJoCo is imported
+import robojax.sim  # noqa: F401 - it selects MuJoCo's renderer before MuJoCo is imported
 from robojax.client import AsyncClient
 from robojax.robot.cameras import Camera, CameraConfig
 from robojax.robot.config import RobotConfig, open_arm
@@ -32,12 +32,12 @@ def scene() -> ServoArm:
     return ServoArm(CONFIG)
 
 
-def test_the_scenes_joints_follow_the_servos_and_the_camera_sees_it(scene: ServoArm) -> None:
+def test_scene_follows_the_servos_and_the_camera_sees_it(scene: ServoArm) -> None:
     with scene, open_arm(RobotConfig("simulated"), scene.servos) as arm:
         folded = arm.read_pose()
-        assert folded["shoulder_lift"] < -30  # as the demo begins
+        assert folded["shoulder_lift"] < -30  # The demo starts folded.
         time.sleep(0.2)
-        assert arm.read_pose() == pytest.approx(folded, abs=1)  # an arm without torque stays where it is
+        assert arm.read_pose() == pytest.approx(folded, abs=1)  # An arm without torque does not move.
         arm.enable_torque()
         camera = Camera("front", FRONT, scene.open_camera)
         try:
@@ -63,7 +63,7 @@ def test_unknown_camera_is_refused_with_the_known_ones(scene: ServoArm) -> None:
 @pytest.mark.timeout(300)
 async def test_new_cube_after_each_episode(scene: ServoArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "EPISODE", 0.3)
-    told: list[str] = []
+    messages: list[str] = []
 
     cubes = [scene._arm.cube.tolist()]
     async with (
@@ -74,15 +74,15 @@ async def test_new_cube_after_each_episode(scene: ServoArm, tmp_path: Path, monk
         session = client.session("my_arm")
         with scene:
             program = RobotRunner(CONFIG, server.url, session="my_arm", simulation=scene)
-            robot = asyncio.create_task(run(program, told.append))
+            robot = asyncio.create_task(run(program, messages.append))
             await until(lambda: scene.score.done == 2)
             cubes.append(scene._arm.cube.tolist())
-            assert told.count("moving") == 2
-            # A stop by a person while a cube is being laid is not undone.
+            assert messages.count("moving") == 2
+            # A new cube does not undo a person's stop.
             monkeypatch.setattr(simulated, "SETTLE", 1.0)
-            await until(lambda: told[-1].startswith("held: a new cube"))
+            await until(lambda: messages[-1].startswith("held: a new cube"))
             await session.stop()
-            await until(lambda: any("robojax start my_arm continues" in line for line in told))
+            await until(lambda: any("robojax start my_arm continues" in line for line in messages))
             assert (await session.status()).status == "stopped"
             assert (scene.score.done, scene.score.lifted) == (2, 0)
             await session.start()

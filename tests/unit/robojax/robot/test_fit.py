@@ -1,4 +1,4 @@
-"""A policy against an arm: joints, units, rate."""
+"""Comparison of a policy with an arm: joints, units, rate."""
 
 from typing import Any
 
@@ -9,20 +9,28 @@ from robojax.robot.fit import compare_joints, compare_rates, compare_units, read
 
 WIRE = ["Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"]
 ALOHA = [f"{side}_{number}" for side in ("left", "right") for number in range(7)]
-CALIBRATION = {name: JointCalibration(servo, 0, 0, 1024, 3072) for name, servo in JOINTS.items()}  # 90 degrees each way
+# 90 degrees in each direction.
+CALIBRATION = {name: JointCalibration(servo, 0, 0, 1024, 3072) for name, servo in JOINTS.items()}
 
 
 def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
-    """What the server says of a policy with these joints."""
+    """Return the server's description of a policy with these joints."""
     width = more.pop("width", 6)
     needs = {"action": width, "joint_names": names, "rate": 30.0, "controls_joints": True, "action_range": None}
     needs |= {name: more.pop(name) for name in tuple(more) if name in needs}
-    told = {"fits": True, "misfits": [], "policy_type": "act", "camera_names": [], "joint_names": names, "rate": 30.0}
-    return told | more | {"requirements": needs}
+    described = {
+        "fits": True,
+        "misfits": [],
+        "policy_type": "act",
+        "camera_names": [],
+        "joint_names": names,
+        "rate": 30.0,
+    }
+    return described | more | {"requirements": needs}
 
 
 @pytest.mark.parametrize(
-    ("told", "given", "level", "said"),
+    ("described", "joint_names", "level", "message"),
     [
         (answer(), None, "ok", "shoulder_pan, shoulder_lift"),
         (answer([f"{name}.pos" for name in JOINTS]), None, "ok", "wrist_roll, gripper"),
@@ -36,23 +44,23 @@ def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
         (answer(None), ALOHA[:6], "fail", "the policy moves left_0"),
     ],
 )
-def test_joints_of_the_policy_must_be_those_of_the_arm(told: Any, given: Any, level: str, said: str) -> None:
-    found = compare_joints(read_policy_fit(told), given)
+def test_joints_of_policy_and_arm_must_match(described: Any, joint_names: Any, level: str, message: str) -> None:
+    found = compare_joints(read_policy_fit(described), joint_names)
     assert (found.name, found.level) == ("joints", level), found
-    assert said in found.found
+    assert message in found.found
     assert (found.fix == "") is (level == "ok")
     if "does not name" in found.found:
         assert "--policy.joint_names=shoulder_pan,shoulder_lift" in found.fix
 
 
 def ranges(**ends: float) -> list[list[float]]:
-    """Trained ranges of -50..50, but for the joints that are named."""
+    """Return trained ranges of -50..50, except for the named joints."""
     high = [ends.get(name, 50.0) for name in JOINTS]
     return [[-end for end in high], high]
 
 
 @pytest.mark.parametrize(
-    ("action_range", "use_degrees", "level", "said"),
+    ("action_range", "use_degrees", "level", "message"),
     [
         (ranges(), False, "ok", "-100..100 of the range"),
         (ranges(shoulder_pan=118.0), False, "fail", "shoulder_pan reaches"),
@@ -67,17 +75,17 @@ def ranges(**ends: float) -> list[list[float]]:
         (None, False, "warn", "cannot be compared"),
     ],
 )
-def test_unit_is_compared_with_training(action_range: Any, use_degrees: bool | None, level: str, said: str) -> None:
+def test_unit_is_compared_with_training(action_range: Any, use_degrees: bool | None, level: str, message: str) -> None:
     fit = read_policy_fit(answer(action_range=action_range))
     found = compare_units(fit, use_degrees, CALIBRATION)
     assert (found.name, found.level) == ("units", level), found
-    assert said in found.found
+    assert message in found.found
     if level == "fail" and "118" in found.found:
         assert "--robot.use_degrees=true" in found.fix
 
 
 @pytest.mark.parametrize(
-    ("rate", "fps", "readings", "camera", "timeout", "level", "said"),
+    ("rate", "fps", "readings", "camera", "timeout", "level", "message"),
     [
         (30.0, 30.0, 200.0, 30.0, 0.5, "ok", "30 times a second"),
         (50.0, 30.0, 200.0, 50.0, 0.5, "fail", "--fps=50"),
@@ -89,17 +97,17 @@ def test_unit_is_compared_with_training(action_range: Any, use_degrees: bool | N
     ],
 )
 def test_rate_of_the_policy_is_compared_with_the_arm(
-    rate: float, fps: float, readings: float | None, camera: float, timeout: float, level: str, said: str
+    rate: float, fps: float, readings: float | None, camera: float, timeout: float, level: str, message: str
 ) -> None:
     fit = read_policy_fit(answer() | {"rate": rate})
     found = compare_rates(fit, fps, readings=readings, cameras={"front": camera}, command_timeout=timeout)
     assert (found.name, found.level) == ("rate", level), found
-    assert said in found.found + found.fix
+    assert message in found.found + found.fix
 
 
-def test_a_policy_without_a_rate_is_shown_with_the_servers() -> None:
-    told = answer()
-    told["requirements"]["rate"] = None
-    found = compare_rates(read_policy_fit(told), 30.0, readings=None, cameras={}, command_timeout=0.5)
+def test_policy_without_a_rate_uses_the_rate_of_the_server() -> None:
+    described = answer()
+    described["requirements"]["rate"] = None
+    found = compare_rates(read_policy_fit(described), 30.0, readings=None, cameras={}, command_timeout=0.5)
     assert (found.level, "does not say its rate" in found.found) == ("warn", True)
     assert "robojax.json" in found.fix

@@ -1,4 +1,4 @@
-"""Which goal the servos get: given times, no threads."""
+"""The goals of the servos, at given times and without threads."""
 
 import math
 
@@ -15,7 +15,7 @@ def each() -> Follower:
     return Follower(JOINTS, command_timeout=0.5)
 
 
-def test_the_first_command_is_followed_under_any_names_of_the_joints(each: Follower) -> None:
+def test_first_command_is_followed_with_any_joint_names(each: Follower) -> None:
     assert each.compute_goal(POSE, 0.9).targets is None
     assert each.hold == "no command has arrived yet"
     each.command({"Rotation": 12.0, "gripper": 50.0, "wrist_flex.pos": 9.0}, 1.0)
@@ -23,25 +23,25 @@ def test_the_first_command_is_followed_under_any_names_of_the_joints(each: Follo
     assert each.hold is None
 
 
-def test_rooms_tell_only_what_changed_so_the_others_keep_their_target(each: Follower) -> None:
+def test_joints_missing_in_a_message_keep_their_target(each: Follower) -> None:
     each.command({"Rotation": 12.0, "Elbow": 13.0}, 1.0)
     each.command({"Elbow": 14.0}, 1.1)
     assert each.compute_goal(POSE, 1.2).targets == {"shoulder_pan": 12.0, "elbow_flex": 14.0}
 
 
-def test_silence_holds_the_arm_once_where_it_is_and_keeps_the_grip(each: Follower) -> None:
+def test_silence_holds_the_arm_once_in_place_and_keeps_the_grip(each: Follower) -> None:
     each.command({"Rotation": 90.0, "Jaw": 3.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     held = each.compute_goal(POSE, 1.6)
     assert held.targets == POSE | {"gripper": 3.0}
     assert each.hold == "no command for 500 ms"
-    # An arm that gets its own sagging pose as the goal again and again would sink.
+    # Repeatedly using the measured, sagging pose as the goal would let the arm sink.
     assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
     each.command({"Rotation": 20.0}, 2.0)
     assert (each.compute_goal(POSE, 2.0).targets or {})["shoulder_pan"] == 20.0
 
 
-def test_no_target_is_farther_from_the_joint_than_allowed() -> None:
+def test_distance_of_targets_is_limited() -> None:
     each = Follower(JOINTS, command_timeout=0.5, max_relative_target=5.0)
     each.command({"Rotation": 90.0, "Elbow": 12.0, "Pitch": -90.0}, 1.0)
     goal = each.compute_goal(POSE, 1.0)
@@ -49,7 +49,7 @@ def test_no_target_is_farther_from_the_joint_than_allowed() -> None:
     assert set(goal.clamped) == {"shoulder_pan", "shoulder_lift"}
 
 
-def test_an_emergency_stop_is_followed_by_nothing_any_more(each: Follower) -> None:
+def test_no_command_is_followed_after_an_emergency_stop(each: Follower) -> None:
     each.command({"Rotation": 90.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     each.stop("emergency stop", is_latched=True)
@@ -59,16 +59,16 @@ def test_an_emergency_stop_is_followed_by_nothing_any_more(each: Follower) -> No
     assert (each.hold, each.latch is not None, each.commands) == ("emergency stop", True, 1)
 
 
-def test_a_reset_releases_the_latch_and_forgets_older_targets(each: Follower) -> None:
+def test_reset_releases_the_latch_and_forgets_older_targets(each: Follower) -> None:
     each.command({"Rotation": 90.0, "Elbow": 80.0}, 1.0)
     each.stop("emergency stop", is_latched=True, now=1.1)
     assert each.compute_goal(POSE, 1.1).targets == POSE
     each.stop("emergency stop again", is_latched=True, now=1.2)
     assert (each.latch.number, each.latch.reason) == (2, "emergency stop again")
-    assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.3).targets is None  # it is held already
+    assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.3).targets is None  # It is already held.
     each.reset()
     assert each.latch is None
-    assert each.compute_goal(POSE, 1.4).targets is None  # nothing moves by a reset
+    assert each.compute_goal(POSE, 1.4).targets is None  # A reset does not move the arm.
     each.command({"Rotation": 20.0}, 1.5)
     assert each.compute_goal(POSE, 1.5).targets == {"shoulder_pan": 20.0}
     each.stop("the arm does not answer", is_latched=True, is_final=True)
@@ -95,7 +95,7 @@ def test_newer_reason_of_a_hold_sends_nothing(each: Follower) -> None:
         *({"leg": 1.0}, {}, {"Rotation": 1, "shoulder_pan": 2}),
     ],
 )
-def test_a_command_that_makes_no_sense_is_refused_whole(bad, each: Follower) -> None:
+def test_invalid_command_is_refused_whole(bad, each: Follower) -> None:
     each.command(bad, 1.0)
     assert each.compute_goal(POSE, 1.0).targets is None
     assert each.commands == 0

@@ -1,4 +1,4 @@
-"""LeRobot's flags, read as LeRobot reads them; what is wrong is said at once."""
+"""LeRobot's flags, parsed as LeRobot parses them; all errors are reported at once."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def build_robot_config(**flags: str | None) -> RobotConfig:
     return config
 
 
-def test_the_line_of_lerobots_documents_is_understood() -> None:
+def test_command_line_of_the_lerobot_guide_is_understood() -> None:
     config = build_robot_config(**REAL, cameras=LEROBOT, max_relative_target="10", calibration_dir="~/here")
     front = config.cameras["front"]
     assert (front.index_or_path, front.width, front.height, front.fps) == (0, 640, 480, 30)
@@ -27,7 +27,7 @@ def test_the_line_of_lerobots_documents_is_understood() -> None:
     assert config.calibration_dir == Path("~/here").expanduser()
 
 
-def test_defaults_are_safe_and_the_unit_of_a_real_arm_is_never_guessed() -> None:
+def test_unit_of_a_real_arm_is_never_guessed() -> None:
     config = build_robot_config(**REAL)
     assert (config.disable_torque_on_disconnect, config.max_relative_target) == (False, 20.0)
     with pytest.raises(RobotError, match="unit of the joints") as refused:
@@ -36,7 +36,7 @@ def test_defaults_are_safe_and_the_unit_of_a_real_arm_is_never_guessed() -> None
     assert build_robot_config(type="simulated").use_degrees is False
 
 
-def test_everything_that_is_missing_is_said_at_once() -> None:
+def test_all_missing_flags_are_reported_at_once() -> None:
     with pytest.raises(RobotError) as refused:
         build_robot_config(
             type=None, cameras="{front: 1}", max_relative_target="-1", disable_torque_on_disconnect="maybe"
@@ -46,7 +46,7 @@ def test_everything_that_is_missing_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{front: {type: zmq, width: 1, height: 1, fps: 1}}", "type is 'zmq'"),
         ("{front: {type: opencv, width: 640, height: 480, fps: 30}}", "index_or_path is missing"),
@@ -58,13 +58,13 @@ def test_everything_that_is_missing_is_said_at_once() -> None:
         ("!!python/object/apply:os.system [echo]", "cannot be read"),
     ],
 )
-def test_cameras_that_cannot_be_are_explained(text: str, said: str) -> None:
+def test_invalid_cameras_are_explained(text: str, message: str) -> None:
     with pytest.raises(RobotError, match="camera") as refused:
         read_cameras(text)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_a_cap_is_for_all_joints_or_for_each() -> None:
+def test_cap_applies_to_all_joints_or_each_joint() -> None:
     each = {name: 5.0 for name in JOINTS}
     assert read_max_relative_target("none") is None
     assert read_max_relative_target(str(each).replace("'", "")) == each

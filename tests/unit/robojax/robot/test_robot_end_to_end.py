@@ -1,4 +1,4 @@
-"""``robojax robot`` with a real server in a process of its own, and servos on a pseudo-terminal."""
+"""``robojax robot`` with a real server in another process, and servos on a pseudo-terminal."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ Found = TypeVar("Found")
 
 @pytest.fixture
 def config(servos: SimulatedBus, tmp_path: Path) -> RobotConfig:
-    """A real arm, as far as the program can tell."""
+    """Return the config of an arm that looks real to the program."""
     (tmp_path / "mine.json").write_text(json.dumps({name: asdict(joint) for name, joint in CALIBRATION.items()}))
     cameras = {"front": CameraConfig("simulated", None, 64, 48, 30)}
     return RobotConfig("so101_follower", servos.port, "mine", False, cameras, tmp_path)
@@ -57,25 +57,25 @@ async def until(claim: Callable[[], Found | None], what: str, within: float = 60
 
 
 @pytest.mark.timeout(300)
-async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
+async def test_servos_follow_the_policy_and_hold_in_each_failure(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "LEAVE", 30.0)  # a busy machine's server takes longer to let a session go
-    told: list[str] = []
+    monkeypatch.setattr(runner, "LEAVE", 30.0)  # A server on a busy machine ends a session later.
+    messages: list[str] = []
     shoulder = servos.line.servos[1]
 
     async def moves() -> None:
-        """The policy moves every joint up, a little at each action."""
+        """Wait until the policy moves the joints up in small steps."""
         before, first = len(shoulder.written), shoulder[bus.GOAL_POSITION]
-        await until(lambda: len(shoulder.written) > before + 20, f"moving; {told}")
-        await until(lambda: shoulder[bus.GOAL_POSITION] > first, f"upwards; {told}")
+        await until(lambda: len(shoulder.written) > before + 20, f"moving; {messages}")
+        await until(lambda: shoulder[bus.GOAL_POSITION] > first, f"upwards; {messages}")
 
     def is_silent() -> bool:
         return time.monotonic() > shoulder.written[-1][0] + 2 * PATIENCE
 
-    async def stands() -> None:
-        """No servo got a goal since the watchdog's time ended, and each is held at its last goal."""
-        await until(is_silent, f"standing; {told}")
+    async def expect_hold() -> None:
+        """Wait until the goals stop after the watchdog's time, and check that each servo holds its last goal."""
+        await until(is_silent, f"holding; {messages}")
         with servos.lock:
             now = time.monotonic()
             for servo in (servos.line.servos[number] for number in JOINTS.values()):
@@ -89,26 +89,26 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
         program = RobotRunner(
             config, server.url, session="arm", policy=str(script.folder), rate=50.0, command_timeout=PATIENCE
         )
-        robot = asyncio.create_task(run(program, told.append))
+        robot = asyncio.create_task(run(program, messages.append))
         async with AsyncClient(server.url) as client:
             session = client.session("arm")
             await moves()
 
             await session.stop()
-            await stands()
+            await expect_hold()
             await session.start()
             await moves()
 
             server.kill()
-            await stands()
-            await until(lambda: any("server is gone" in line for line in told), f"saying so; {told}")
+            await expect_hold()
+            await until(lambda: any("server is gone" in line for line in messages), f"reporting it; {messages}")
 
             server.start()
             await session.restart()
             await session.start()
             await moves()
 
-            # When a servo drops out, the others do not move any more.
+            # When a servo fails, the others stop.
             servos.line.silent.add(3)
             with pytest.raises(ArmLost, match="servo 3") as lost:
                 await asyncio.wait_for(robot, 60)
@@ -118,24 +118,24 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
             assert await client.sessions() == []
             assert len(shoulder.written) == count
 
-        # The program also holds the arm after SIGTERM, and after Ctrl-C.
+        # The program also holds the arm after SIGTERM and after Ctrl-C.
         servos.line.silent.clear()
-        robot = asyncio.create_task(run(program, told.append))
+        robot = asyncio.create_task(run(program, messages.append))
         await moves()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(robot, 60)
-        assert told[-1].startswith("the arm is held")
-        await stands()
+        assert messages[-1].startswith("the arm is held")
+        await expect_hold()
 
 
 async def test_policy_without_joint_names_needs_the_flag(config: RobotConfig, servos: SimulatedBus) -> None:
     needs = replace(SO100_REQUIREMENTS, joint_names=None)
     load = ScriptedLoader(lambda: ScriptedPolicy(needs))
-    told: list[str] = []
+    messages: list[str] = []
     async with started(transport=REAL, load=load, parts={"read_requirements": lambda path, revision: needs}) as server:
         program = RobotRunner(config, server.url, session="arm", policy="policies/act", is_started=False)
         with pytest.raises(RobotError, match="send 6 names in the order of the policy's actions") as error:
-            await run(program, told.append)
+            await run(program, messages.append)
         assert error.value.then.endswith(f"--policy.joint_names={','.join(JOINTS)}")
         found = await asyncio.to_thread(lambda: list(check_robot(program)))
         assert [(each.level, each.fix) for each in found if each.name == "joints"] == [("fail", error.value.then)]
@@ -143,8 +143,8 @@ async def test_policy_without_joint_names_needs_the_flag(config: RobotConfig, se
         assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
         names = tuple(reversed(JOINTS))
-        robot = asyncio.create_task(run(replace(program, joint_names=names), told.append))
-        await until(lambda: any(line.startswith("ready") for line in told), f"ready; {told}")
+        robot = asyncio.create_task(run(replace(program, joint_names=names), messages.append))
+        await until(lambda: any(line.startswith("ready") for line in messages), f"ready; {messages}")
         assert server.app.ctx.sessions.get("arm").new.joint_names == names
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(robot, 60)
@@ -160,7 +160,7 @@ class Rig:
     wire: FaultProxy
     monkeypatch: pytest.MonkeyPatch
     keys: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     @property
     def session(self) -> AsyncSession:
@@ -174,7 +174,7 @@ class Rig:
     async def running(self) -> AsyncIterator[None]:
         self.monkeypatch.setattr(runner, "keys", lambda: nullcontext(self.keys))
         program = RobotRunner(self.config, self.wire.url, session="arm", rate=50.0, command_timeout=PATIENCE)
-        robot = asyncio.create_task(run(program, self.told.append))
+        robot = asyncio.create_task(run(program, self.messages.append))
         try:
             yield
         finally:
@@ -183,10 +183,10 @@ class Rig:
 
     async def until_moving(self) -> None:
         count = self.goals
-        await until(lambda: self.goals > count + 10, f"moving; {self.told}")
+        await until(lambda: self.goals > count + 10, f"moving; {self.messages}")
 
-    async def until_told(self, text: str) -> None:
-        await until(lambda: any(text in line for line in self.told), f"saying {text!r}; {self.told}")
+    async def until_reported(self, text: str) -> None:
+        await until(lambda: any(text in line for line in self.messages), f"reporting {text!r}; {self.messages}")
 
     @property
     def goals(self) -> int:
@@ -216,7 +216,7 @@ async def rig(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("by", ["server", "key"])
 @pytest.mark.parametrize("transport", ["direct", "rooms"])
-async def test_a_reset_of_the_session_releases_the_robots_latch(rig: Rig, transport: str, by: str) -> None:
+async def test_reset_of_the_session_releases_the_latch_of_the_robot(rig: Rig, transport: str, by: str) -> None:
     await rig.create(transport)
     async with rig.running():
         await rig.until_moving()
@@ -226,7 +226,7 @@ async def test_a_reset_of_the_session_releases_the_robots_latch(rig: Rig, transp
             await rig.session.emergency_stop("a person")
         if transport == "direct":
             await rig.until_latched(True)
-        await rig.until_told("robojax reset arm")
+        await rig.until_reported("robojax reset arm")
         status = await rig.session.status()
         assert status.status == "stopped"
         assert status.stats["emergency_stop"] == {"key": "key at the robot", "server": "a person"}[by]
@@ -234,10 +234,10 @@ async def test_a_reset_of_the_session_releases_the_robots_latch(rig: Rig, transp
             await rig.session.start()
 
         await rig.session.reset()
-        await rig.until_told("robojax start arm moves")
+        await rig.until_reported("robojax start arm moves")
         count = rig.goals
         await asyncio.sleep(0.3)
-        assert rig.goals == count  # a reset moves nothing
+        assert rig.goals == count  # A reset does not move the arm.
         await rig.session.start()
         await rig.until_moving()
         assert (await rig.session.status()).stats["hold_code"] is None
@@ -245,16 +245,16 @@ async def test_a_reset_of_the_session_releases_the_robots_latch(rig: Rig, transp
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("by", ["server", "key"])
-async def test_stop_during_a_lost_link_reaches_the_other_side(rig: Rig, by: str) -> None:
+async def test_stop_during_a_lost_link_is_delivered_later(rig: Rig, by: str) -> None:
     await rig.create("direct")
     async with rig.running():
         await rig.until_moving()
         rig.wire.is_refusing = True
         rig.wire.cut()
-        await rig.until_told("server is gone")
+        await rig.until_reported("server is gone")
         if by == "key":
             rig.keys.put_nowait(" ")
-            await rig.until_told("could not be reached")
+            await rig.until_reported("could not be reached")
             assert (await rig.session.status()).stats["emergency_stop"] is None
         else:
             await rig.session.emergency_stop("a person")
@@ -264,7 +264,7 @@ async def test_stop_during_a_lost_link_reaches_the_other_side(rig: Rig, by: str)
             assert (await rig.session.status()).stats["emergency_stop"] == "emergency stop by key"
             # A lost link does not release the latch.
             rig.wire.cut()
-            await until(lambda: rig.told[-1].startswith("session arm: stopped"), f"link back; {rig.told}")
+            await until(lambda: rig.messages[-1].startswith("session arm: stopped"), f"link back; {rig.messages}")
             await rig.until_latched(True)
         await rig.session.reset()
         await rig.until_latched(False)
@@ -272,26 +272,26 @@ async def test_stop_during_a_lost_link_reaches_the_other_side(rig: Rig, by: str)
         await rig.until_moving()
 
 
-async def test_robot_ended_before_its_server_answers_is_limp(config: RobotConfig, servos: SimulatedBus) -> None:
-    asked, told = asyncio.Event(), []
+async def test_robot_that_ends_before_its_server_answers_is_limp(config: RobotConfig, servos: SimulatedBus) -> None:
+    asked, messages = asyncio.Event(), []
 
-    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_no_response(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         asked.set()
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(send_no_response, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        robot = asyncio.create_task(run(RobotRunner(config, url, policy="p"), told.append))
+        robot = asyncio.create_task(run(RobotRunner(config, url, policy="p"), messages.append))
         await asyncio.wait_for(asked.wait(), 60)
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(robot, 60)
-    assert told == ["ended; the arm got no command"]
+    assert messages == ["ended; the arm got no command"]
     assert all(servos.line.servos[servo][bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 
-async def test_policy_in_another_unit_is_refused_before_a_servo_is_touched(
+async def test_policy_in_another_unit_is_refused_before_motion(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path
 ) -> None:
     folder = tmp_path / "policy"
@@ -313,7 +313,7 @@ async def test_policy_in_another_unit_is_refused_before_a_servo_is_touched(
 
 
 @pytest.mark.usefixtures("even_cameras")
-def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: SimulatedBus, tmp_path: Path) -> None:
+def test_check_names_all_faults_without_motion(config: RobotConfig, servos: SimulatedBus, tmp_path: Path) -> None:
     def look() -> dict[str, tuple[str, str]]:
         program = RobotRunner(config, "http://127.0.0.1:9")
         return {each.name: (each.level, each.found) for each in check_robot(program)}
@@ -336,7 +336,7 @@ def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: S
     assert "it is too hot" in found["wrist_roll"][1]
     assert before[1] == bytes(servos.line.servos[1].memory)
 
-    # Missing servos and a missing calibration hide no findings about the others.
+    # Missing servos and a missing calibration do not hide findings about the others.
     servos.line.silent |= {3, 4}
     (tmp_path / "mine.json").unlink()
     found = look()
@@ -347,7 +347,7 @@ def test_check_names_all_faults_and_moves_nothing(config: RobotConfig, servos: S
     assert all(servos.line.servos[servo].written == [] for servo in JOINTS.values())
 
 
-# Runs the second program as a background job of a terminal, as a shell does with "&".
+# Run the second program as a background job of a terminal, as a shell does with "&".
 BACKGROUND_JOB = """
 import fcntl, os, signal, subprocess, sys, termios
 
@@ -370,7 +370,7 @@ asyncio.run(main())
 """
 
 
-def test_a_background_job_leaves_the_terminal_alone() -> None:
+def test_background_job_does_not_use_the_terminal() -> None:
     terminal, its_side = pty.openpty()
     try:
         ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""A simulated arm, a skip where nothing can be drawn, and the console command as a process."""
+"""A simulated arm, a skip without rendering, and the console command as a process."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-import robojax.sim  # noqa: F401  It chooses how MuJoCo draws, before MuJoCo is imported.
+import robojax.sim  # noqa: F401 - it selects MuJoCo's renderer before MuJoCo is imported
 
 pytest.importorskip("mujoco", reason="the simulated arm needs the extra `sim`")
 pytest.importorskip("PIL", reason="the simulated arm needs the extra `sim`")

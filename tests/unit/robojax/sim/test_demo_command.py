@@ -1,4 +1,4 @@
-"""``robojax demo`` as a person runs it: the real server and the real arm as processes."""
+"""``robojax demo`` from a user's view: the real server and the real arm as processes."""
 
 import asyncio
 import re
@@ -31,7 +31,7 @@ app.command()(sim.demo)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lifted", "wanted"),
+    ("arguments", "lifted", "required"),
     [
         (("--episodes", "1", "--require", "2"), 1, 2),
         (("--episodes", "1", "--require", "1"), 1, None),
@@ -39,16 +39,16 @@ app.command()(sim.demo)
         ((), 16, None),
     ],
 )
-def test_too_few_cubes_are_a_failure(
-    arguments: tuple[str, ...], lifted: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+def test_too_few_lifted_cubes_are_a_failure(
+    arguments: tuple[str, ...], lifted: int, required: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def watched(*_: object) -> int:
         return lifted
 
     monkeypatch.setattr("robojax.cli.sim._run_demo", watched)
     ended = CliRunner().invoke(app, ["--headless", *arguments])
-    assert ended.exit_code == (0 if wanted is None else 1)
-    assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} required cubes\n")
+    assert ended.exit_code == (0 if required is None else 1)
+    assert ended.stderr == ("" if required is None else f"fewer than the {required} required cubes\n")
 
 
 def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses) -> None:
@@ -66,7 +66,7 @@ def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses)
         try:
             url = read_until(r"server: (http://127.0.0.1:\d+)")[1]
             with Client(url) as client:
-                # First the emergency stop of all robots, then a stop of the one session.
+                # Stop all robots first, then only this session.
                 for stop, repair in (("stop --all", "reset demo-arm"), ("stop demo-arm", "start demo-arm")):
                     _wait_until_moving(client)
                     subprocess.run([*ROBOJAX, *stop.split(), "--server", url], check=True, timeout=60)
@@ -89,7 +89,7 @@ def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses)
     assert int(commands[1]) >= 100, "an episode has 110 ticks"
     shown = re.search(r"camera fps: front ([\d.]+)", text)
     assert shown is not None
-    # 20 to 30 per second, over the newest 32 pictures; the machine may have paused during any of them.
+    # 20 to 30 per second over the newest 32 pictures; the machine may have paused in between.
     assert 32 / (32 / 20 + pauses.lost(began)) <= float(shown[1]) < 30
 
 
@@ -102,7 +102,7 @@ def _wait_until_moving(client: Client) -> None:
     wait_until(lambda: commands() >= before + 20)
 
 
-async def test_a_taken_port_is_named_and_its_server_never_called() -> None:
+async def test_occupied_port_is_named_and_its_server_never_called() -> None:
     with answering(200, b'{"status": "healthy"}') as (port, requests):
         for flags, environment in ((("--port", str(port)), {}), ((), {"ROBOJAX_PORT": str(port)})):
             arguments = ["--headless", "--episodes", "1", *flags]

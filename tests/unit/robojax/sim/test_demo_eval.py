@@ -1,4 +1,4 @@
-"""``robojax eval`` as a person runs it, and the report that it leaves."""
+"""``robojax eval`` from a user's view, and its report."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Eval
     return Evaluation(select_policy(PICK, None), None, task, range(10, 10 + episodes), False, **options)
 
 
-def test_a_report_counts_by_instruction_and_says_what_was_wrong():
+def test_report_counts_by_instruction_and_names_failures():
     run = evaluation()
     for number, (lifted, wrong) in enumerate([(True, None), (False, "red"), (False, None), (True, None)], 1):
         instruction = TWO_CUBES.choose_cube(9 + number).instruction
@@ -40,7 +40,7 @@ def test_a_report_counts_by_instruction_and_says_what_was_wrong():
     assert [episode["wrong"] for episode in found["episodes"]] == [None, "red", None, None]
 
 
-def test_a_report_of_an_evaluation_that_was_ended_says_so(tmp_path: Path):
+def test_report_of_an_interrupted_evaluation_is_marked(tmp_path: Path):
     run = evaluation(PICK)
     run.score.outcomes.append(Outcome(1, 10, PICK.instructions[0], True, None, 110))
     found = json.loads(run.save(tmp_path).read_text())
@@ -48,7 +48,7 @@ def test_a_report_of_an_evaluation_that_was_ended_says_so(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
 
 
-def test_a_report_knows_the_very_files_of_the_policy(tmp_path: Path):
+def test_report_identifies_the_files_of_the_policy(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = hash_policy_files(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
@@ -63,8 +63,8 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
     ended = run_robojax("eval", *arguments)
     assert ended.returncode == 1, ended.stderr
     assert "at least 3 were required" in ended.stderr
-    told = " ".join(ended.stdout.split())
-    assert "pick up the red cube 2 2 0 0 100.0 % 34.2-100.0 %" in told, ended.stdout
+    output = " ".join(ended.stdout.split())
+    assert "pick up the red cube 2 2 0 0 100.0 % 34.2-100.0 %" in output, ended.stdout
     found = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert found["task"]["name"] == "pick"
     assert (found["run"]["through"], found["run"]["reads_language"]) == ("the policy alone", False)
@@ -78,7 +78,7 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
-    """Run the command in this process."""
+    """Return a function that runs the command in this process."""
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     app, ending = typer.Typer(), signal.getsignal(signal.SIGTERM)
     app.command()(command)
@@ -86,7 +86,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     signal.signal(signal.SIGTERM, ending)
 
 
-def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[..., Result], tmp_path: Path):
+def test_policy_without_an_evaluation_is_explained(refused: Callable[..., Result], tmp_path: Path):
     missing = refused("--policy.path", str(tmp_path))
     assert (missing.exit_code, "the folder is empty" in missing.stderr) == (3, True)
     assert "Traceback" not in missing.stderr
@@ -96,13 +96,13 @@ def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[...,
     assert refused("--whole-stack", "--delay", "1").exit_code == 2
 
 
-def test_before_the_first_episode_nothing_is_known():
+def test_score_before_the_first_episode_is_empty():
     assert Score().interval == (0.0, 1.0)
     assert str(Score()) == "0 of 0 cubes lifted"
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 1), (1, 1), (17, 20), (36, 40), (40, 40), (0, 40), (96, 100)])
-def test_the_interval_is_wilsons(successes: int, trials: int):
+def test_interval_is_the_wilson_interval(successes: int, trials: int):
     from scipy.stats import binomtest
 
     expected = binomtest(successes, trials).proportion_ci(0.95, method="wilson")

@@ -13,7 +13,7 @@ def kinematics(arm: SimulatedArm) -> Kinematics:
 
 
 def grip_of(arm: SimulatedArm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the grip of an arm in this pose is, and the direction of its fingers."""
+    """Return the position of the grip for this pose and the direction of the fingers."""
     data = mujoco.MjData(arm.model)
     data.qpos[arm.addresses] = pose
     mujoco.mj_kinematics(arm.model, data)
@@ -36,7 +36,7 @@ def test_planning_does_not_move_the_arm(arm: SimulatedArm, kinematics: Kinematic
     np.testing.assert_array_equal(arm.data.qpos, before)
 
 
-def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: SimulatedArm, kinematics: Kinematics):
+def test_solved_pose_reaches_its_target_with_fingers_down(arm: SimulatedArm, kinematics: Kinematics):
     for seed in range(5):
         arm.reset(seed)
         place = arm.cube + HOVER * UP
@@ -47,15 +47,15 @@ def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: SimulatedArm
         assert ((pose >= LOW) & (pose <= HIGH)).all()
 
 
-def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: SimulatedArm, kinematics: Kinematics):
+def test_plan_begins_at_home_ends_in_time_and_never_jumps(arm: SimulatedArm, kinematics: Kinematics):
     arm.reset(9)
     path = np.stack([to_wire(HOME), *interpolate_targets(plan_legs(arm, kinematics))])
     assert len(path) - 1 <= HORIZON
     arm_joints = np.abs(np.diff(path[:, :5], axis=0))
-    assert arm_joints.max() < 8  # wire units per tick; 25 ticks for the longest way
+    assert arm_joints.max() < 8  # Wire units per tick; the longest way takes 25 ticks.
 
 
-def test_an_expert_that_is_told_a_wrong_place_lifts_nothing(arm: SimulatedArm, kinematics: Kinematics):
+def test_expert_with_a_wrong_position_lifts_nothing(arm: SimulatedArm, kinematics: Kinematics):
     arm.reset(2)
     legs = plan_legs(arm, kinematics)
     arm.reset(30)

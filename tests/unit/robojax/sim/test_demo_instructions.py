@@ -1,4 +1,4 @@
-"""A policy that reads language gets an instruction before each episode of one session, over the real API."""
+"""A policy that reads language gets an instruction before each episode of one session, through the real API."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ CONFIG = Diffusion2dConfig(
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that reads instructions and understands none."""
+    """Return an untrained policy that reads instructions."""
     random = np.random.default_rng(0)
     shapes = blueprint_of(Diffusion2d, CONFIG).shapes
     weights = {name: (random.normal(size=wanted.shape) * 0.1).astype(np.float32) for name, wanted in shapes.items()}
@@ -49,7 +49,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: Path, tmp_path: Path):
+def test_instruction_changes_between_episodes_of_one_session(untrained: Path, tmp_path: Path):
     ended = run_robojax(
         *("eval", "--whole-stack", "--task", "two-cubes", "--episodes", "2", "--seed", "4"),
         *("--policy.path", str(untrained), "--output", str(tmp_path)),
@@ -59,19 +59,19 @@ def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: 
     found = json.loads((tmp_path / "eval.json").read_text())
     assert found["run"]["reads_language"] is True
     assert found["run"]["policy_type"] == "diffusion2d"
-    told = [episode["instruction"] for episode in found["episodes"]]
-    assert told == ["pick up the red cube", "pick up the blue cube"]
+    instructions = [episode["instruction"] for episode in found["episodes"]]
+    assert instructions == ["pick up the red cube", "pick up the blue cube"]
     session = found["run"]["session"]
-    # The session was created for the red cube. It sent more commands than one episode has.
+    # The session was created for the red cube and sent the commands of more than one episode.
     assert session["language_instruction"] == "pick up the blue cube"
     assert session["commands_sent"] > HORIZON
     assert len([*(tmp_path / "films").iterdir()]) == 2
 
 
-def test_curl_lines_name_the_instruction_of_a_policy_that_reads_language():
-    told = DemoRequest("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
-    assert '"policy_type": "tokens2d", "language_instruction": "pick up the blue cube"' in told[0]
-    assert told[1].startswith("curl -X PATCH http://127.0.0.1:8001/sessions/demo-arm ")
-    assert told[1].endswith("""-d '{"language_instruction": "pick up the blue cube"}'""")
-    told = DemoRequest("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
-    assert not any("PATCH" in line or "language_instruction" in line or "policy_type" in line for line in told)
+def test_curl_lines_name_the_instruction_of_a_language_policy():
+    lines = DemoRequest("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
+    assert '"policy_type": "tokens2d", "language_instruction": "pick up the blue cube"' in lines[0]
+    assert lines[1].startswith("curl -X PATCH http://127.0.0.1:8001/sessions/demo-arm ")
+    assert lines[1].endswith("""-d '{"language_instruction": "pick up the blue cube"}'""")
+    lines = DemoRequest("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
+    assert not any("PATCH" in line or "language_instruction" in line or "policy_type" in line for line in lines)

@@ -1,4 +1,4 @@
-"""The shipped policy: its requirements, and its success with cubes that were not in its training."""
+"""The shipped policy: its requirements, and its success with cubes that are not in its training data."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def shipped() -> jaxmodels.Policy:
     return jaxmodels.load_policy(select_policy(PICK, None))
 
 
-def test_the_shipped_policy_is_for_this_arm(shipped: jaxmodels.Policy):
+def test_shipped_policy_matches_this_arm(shipped: jaxmodels.Policy):
     needs = shipped.requirements
     assert (needs.cameras, needs.joint_names, needs.rate) == ({CAMERA: (96, 96)}, JOINTS, RATE)
     assert (needs.state, needs.action) == (len(JOINTS), len(JOINTS))
@@ -28,7 +28,7 @@ def test_the_shipped_policy_is_for_this_arm(shipped: jaxmodels.Policy):
 
 @pytest.mark.usefixtures("can_draw")
 @pytest.mark.parametrize("delay", [0, 2])
-def test_the_shipped_policy_lifts_cubes_it_never_saw(shipped: jaxmodels.Policy, delay: int):
+def test_shipped_policy_lifts_unseen_cubes(shipped: jaxmodels.Policy, delay: int):
     seeds = range(FIRST_SEED, FIRST_SEED + CUBES)
     score = Score()
     for outcome in evaluate(shipped, seeds, delay=delay):
@@ -38,20 +38,20 @@ def test_the_shipped_policy_lifts_cubes_it_never_saw(shipped: jaxmodels.Policy, 
     assert score.lifted >= CUBES - 1, str(score)
 
 
-def test_a_delay_that_leaves_no_action_of_a_chunk_is_refused(shipped: jaxmodels.Policy):
+def test_delay_of_a_whole_chunk_is_refused(shipped: jaxmodels.Policy):
     with pytest.raises(ValueError, match="exceed its 20 actions; give a shorter delay"):
         next(evaluate(shipped, [0], delay=16))
 
 
 class StillPolicy:
-    """Policy that keeps the arm still and notes its instructions."""
+    """Policy that keeps the arm still and records its instructions."""
 
     def __init__(self, language: bool) -> None:
         self.requirements = jaxmodels.Requirements("still", action=6, chunk=110, action_steps=110, language=language)
-        self.heard: list[np.ndarray] = []
+        self.instructions: list[np.ndarray] = []
 
     def act(self, observation: dict[str, np.ndarray]) -> np.ndarray:
-        self.heard.append(observation["task"])
+        self.instructions.append(observation["task"])
         return np.repeat(observation["observation.state"][:, None], 110, axis=1)
 
 
@@ -59,7 +59,7 @@ class StillPolicy:
 def test_instruction_names_the_cube_and_film_has_the_verdict(tmp_path: Path):
     policy = StillPolicy(language=True)
     outcomes = [*evaluate(policy, [4, 5], task=TWO_CUBES, films=tmp_path)]  # pyright: ignore[reportArgumentType]
-    assert [told.tolist() for told in policy.heard] == [["pick up the red cube"], ["pick up the blue cube"]]
+    assert [texts.tolist() for texts in policy.instructions] == [["pick up the red cube"], ["pick up the blue cube"]]
     assert [outcome.verdict for outcome in outcomes] == ["missed", "missed"]
     films = sorted(file.name for file in tmp_path.iterdir())
     assert films == ["0001-seed-4-missed.mp4", "0002-seed-5-missed.mp4"]
@@ -70,6 +70,6 @@ def test_instruction_names_the_cube_and_film_has_the_verdict(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_a_policy_that_reads_no_language_is_told_nothing():
+def test_policy_without_language_gets_no_instruction():
     with pytest.raises(KeyError, match="task"):
         [*evaluate(StillPolicy(language=False), [0], task=TWO_CUBES)]  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Child processes end with their parent, and their last error output is kept."""
+"""Child processes end with their parent, and the end of their error output is kept."""
 
 import subprocess
 import sys
@@ -16,19 +16,19 @@ SLEEPER = "import time\nprint('up')\ntime.sleep(60)\n"
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules children can run."""
+    """Return a folder whose modules child processes can run."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
 
-async def test_lines_arrive_as_they_are_written_and_end_with_the_child(modules: Path):
+async def test_output_lines_arrive_until_the_child_ends(modules: Path):
     (modules / "counter.py").write_text("import sys\nfor number in sys.argv[1:]: print('line', number)\n")
     async with child("a counter", "counter", "1", "2") as running:
         assert [await running.next_line() for _ in range(3)] == ["line 1", "line 2", None]
         assert not running.is_alive
 
 
-async def test_a_child_that_dies_is_reported_with_its_code_and_its_last_words(modules: Path):
+async def test_failed_child_is_reported_with_code_and_last_output(modules: Path):
     (modules / "dying.py").write_text("import sys\nsys.exit('the port is taken')\n")
     async with child("the server", "dying") as running:
         assert await running.next_line() is None
@@ -52,7 +52,7 @@ async def test_child_ends_with_its_context(modules: Path):
     assert not started[0].is_alive
 
 
-async def test_a_child_that_will_not_end_is_killed(modules: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_child_that_ignores_sigterm_is_killed(modules: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "TERMINATE_TIMEOUT", 0.3)
     (modules / "stubborn.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)\n"
@@ -65,7 +65,7 @@ async def test_a_child_that_will_not_end_is_killed(modules: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child when its parent was killed")
-def test_a_child_does_not_outlive_a_parent_that_was_killed(modules: Path):
+def test_child_does_not_outlive_a_killed_parent(modules: Path):
     (modules / "sleeper.py").write_text("import os, time\nprint(os.getpid())\ntime.sleep(60)\n")
     (modules / "parent.py").write_text(
         "import asyncio\n"

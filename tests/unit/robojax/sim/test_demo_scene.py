@@ -13,14 +13,14 @@ from robojax.sim.tasks import BEARING, RADIUS, RED
 from service.control.joints import SO100
 
 
-def test_a_tick_is_one_period_of_the_rate(arm: SimulatedArm):
+def test_tick_is_one_period_of_the_rate(arm: SimulatedArm):
     arm.reset(0)
     before = arm.data.time
     arm.step(to_wire(HOME))
     assert arm.data.time - before == pytest.approx(1 / RATE)
 
 
-def test_cubes_lie_on_the_table_within_reach_at_places_that_differ(arm: SimulatedArm):
+def test_cubes_are_within_reach_at_different_places(arm: SimulatedArm):
     places = []
     for seed in range(40):
         arm.reset(seed)
@@ -33,7 +33,7 @@ def test_cubes_lie_on_the_table_within_reach_at_places_that_differ(arm: Simulate
     assert len({tuple(place) for place in places}) == 40
 
 
-def test_a_folded_arm_stays_folded_and_the_cube_lies_still(arm: SimulatedArm):
+def test_folded_arm_and_cube_do_not_move(arm: SimulatedArm):
     arm.reset(5)
     cube = arm.cube
     for _ in range(50):
@@ -43,7 +43,7 @@ def test_a_folded_arm_stays_folded_and_the_cube_lies_still(arm: SimulatedArm):
     assert not arm.is_lifted
 
 
-def test_targets_outside_the_range_are_clipped_to_it(arm: SimulatedArm):
+def test_targets_outside_the_range_are_clipped(arm: SimulatedArm):
     arm.reset(0)
     for _ in range(40):
         arm.step(np.array([1e6, 0, 0, 0, 0, 50.0]))
@@ -51,7 +51,7 @@ def test_targets_outside_the_range_are_clipped_to_it(arm: SimulatedArm):
     assert arm.joints[0] <= 101
 
 
-def test_a_cube_counts_only_above_six_centimetres(arm: SimulatedArm):
+def test_cube_counts_as_lifted_above_six_centimetres(arm: SimulatedArm):
     arm.reset(0)
     for height, counts in ((LIFTED - 0.001, False), (LIFTED + 0.001, True)):
         arm.data.joint(scene.get_body_name(RED)).qpos[2] = height
@@ -59,14 +59,14 @@ def test_a_cube_counts_only_above_six_centimetres(arm: SimulatedArm):
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: SimulatedArm):
+def test_picture_is_rgb_of_the_given_size_and_deterministic(arm: SimulatedArm):
     arm.reset(7)
     first = arm.picture("front", 60, 80)
     assert (first.shape, first.dtype) == ((60, 80, 3), np.uint8)
     np.testing.assert_array_equal(first, arm.picture("front", 60, 80))
 
 
-def test_arm_moves_without_OpenGL_and_drawing_is_explained():
+def test_arm_moves_without_opengl_and_rendering_is_explained():
     code = (
         "from robojax.sim.arm import SimulatedArm\n"
         "arm = SimulatedArm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
@@ -85,11 +85,11 @@ poses = st.lists(st.floats(-4, 4), min_size=6, max_size=6).map(np.array)
 
 
 @given(poses)
-def test_a_pose_survives_the_way_to_the_wire_and_back(pose: np.ndarray) -> None:
+def test_pose_survives_conversion_to_the_wire_and_back(pose: np.ndarray) -> None:
     np.testing.assert_allclose(to_radians(to_wire(pose)), pose, atol=1e-9)
 
 
-def test_the_arm_has_the_joints_and_ranges_of_the_wire() -> None:
+def test_arm_has_the_joints_and_ranges_of_the_wire() -> None:
     np.testing.assert_allclose(to_wire(LOW), [-100, -100, -100, -100, -100, 0])
     np.testing.assert_allclose(to_wire(HIGH), [100] * 6)
     assert tuple(joint.name for joint in SO100) == JOINTS

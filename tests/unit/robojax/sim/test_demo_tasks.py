@@ -1,4 +1,4 @@
-"""Tasks: where cubes lie, which is asked for, and what counts."""
+"""Tasks: positions of cubes, the target cube, and the verdict."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ def two() -> Iterator[SimulatedArm]:
 
 
 def test_places_of_the_task_pick_do_not_change():
-    # The shipped policy's demonstrations and published scores depend on these radii, bearings and yaws.
+    # The published scores of the shipped policy depend on these radii, bearings and yaws.
     for seed in (0, 1, 299, 5000, 5099, 6000):
         random = np.random.default_rng(seed)
         place = random.uniform(0.20, 0.28), random.uniform(-0.6, 0.6), random.uniform(-0.25, 0.25)
         assert PICK.draw_positions(seed) == (place,)
 
 
-def test_two_cubes_are_apart_and_on_both_sides():
+def test_two_cubes_are_on_opposite_sides():
     differences = []
     for seed in range(200):
         red, blue = TWO_CUBES.draw_positions(seed)
@@ -38,7 +38,7 @@ def test_two_cubes_are_apart_and_on_both_sides():
     assert 80 <= sum(differences) <= 120
 
 
-def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: SimulatedArm):
+def test_target_alternates_and_is_independent_of_positions(two: SimulatedArm):
     for seed in range(6):
         two.reset(seed)
         assert two.target_cube.name == ("red", "blue")[seed % 2]
@@ -47,7 +47,7 @@ def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: Sim
         assert abs(bearings[::2].mean() - bearings[1::2].mean()) < 0.1
 
 
-def test_the_same_seed_gives_the_same_episode_after_any_other(two: SimulatedArm):
+def test_same_seed_gives_the_same_episode(two: SimulatedArm):
     two.reset(7)
     before = two.data.qpos.copy()
     two.reset(8)
@@ -67,10 +67,10 @@ def test_expert_lifts_only_the_target_cube(two: SimulatedArm, seed: int):
     np.testing.assert_allclose(two.data.joint(scene.get_body_name(other)).qpos, before, atol=0.002)
 
 
-def test_lifting_the_other_cube_is_a_failure_that_is_named(two: SimulatedArm):
+def test_lifting_the_wrong_cube_is_a_named_failure(two: SimulatedArm):
     two.reset(0)
     assert two.target_cube == RED
-    two.target_cube = BLUE  # for the expert
+    two.target_cube = BLUE  # The expert lifts this cube.
     legs = plan_legs(two, Kinematics(two))
     two.reset(0)
     for target in interpolate_targets(legs):
@@ -78,7 +78,7 @@ def test_lifting_the_other_cube_is_a_failure_that_is_named(two: SimulatedArm):
     assert (two.is_lifted, two.wrong) == (False, "blue")
 
 
-def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: SimulatedArm):
+def test_wrong_cube_that_was_put_back_still_counts(two: SimulatedArm):
     two.reset(0)
     asked, other = (two.data.joint(scene.get_body_name(cube)) for cube in (RED, BLUE))
     other.qpos[2] = LIFTED + 0.02
@@ -91,22 +91,22 @@ def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: SimulatedAr
     assert two.wrong is None
 
 
-def test_a_task_of_one_cube_knows_no_wrong_one(arm: SimulatedArm):
+def test_task_with_one_cube_has_no_wrong_cube(arm: SimulatedArm):
     arm.reset(3)
     arm.data.joint(scene.get_body_name(RED)).qpos[2] = LIFTED + 0.02
     arm.step(arm.joints)
     assert (arm.is_lifted, arm.wrong) == (True, None)
 
 
-def test_both_arms_move_the_same_whatever_lies_on_the_table(arm: SimulatedArm, two: SimulatedArm):
-    # The joints and motors come first in both models, under the names of the wire.
+def test_cubes_do_not_change_the_motion_of_the_arm(arm: SimulatedArm, two: SimulatedArm):
+    # The joints and motors come first in both models, with the names of the wire.
     for each in (arm, two):
         assert [each.model.actuator(number).name for number in range(each.model.nu)] == list(JOINTS)
     assert (arm.addresses == two.addresses).all()
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_the_front_camera_sees_both_cubes_where_they_lie(two: SimulatedArm):
+def test_front_camera_sees_both_cubes(two: SimulatedArm):
     for seed in range(8):
         two.reset(seed)
         picture = two.picture("front", 120, 120).astype(int)

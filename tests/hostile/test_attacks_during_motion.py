@@ -1,4 +1,4 @@
-"""Policies that attack the process which reads them, while robots move at 50 Hz and STOP is pressed all the time."""
+"""Hostile policy files, loaded while robots move at 50 Hz and STOP is pressed continuously."""
 
 import asyncio
 import itertools
@@ -68,13 +68,13 @@ def double_letters(folder: Path) -> None:
 
 
 def double_a_letter(folder: Path) -> None:
-    """Make the normalizer double a letter 24 times that is in none of the texts that a loader tries."""
+    """Make the normalizer double a letter 24 times that occurs in none of the loader's trial texts."""
     step = {"type": "Replace", "pattern": {"Regex": "q"}, "content": "qq"}
     edit_json(folder / TOKENIZER, normalizer={"type": "Sequence", "normalizers": [step] * 24})
 
 
 def split_slowly(folder: Path) -> None:
-    """Make the tokenizer split text by an expression that takes exponential time."""
+    """Make the tokenizer split text by an expression with exponential run time."""
     pattern = {"Regex": "(?:(?:a|b|c| )+)+(?:(?:a|b|c| )+)+(?=x)y"}
     edit_json(
         folder / TOKENIZER, pre_tokenizer={"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
@@ -82,7 +82,7 @@ def split_slowly(folder: Path) -> None:
 
 
 def grow(folder: Path) -> None:
-    """Give the tokenizer as many merges as Gemma's has."""
+    """Give the tokenizer the number of merges that Gemma's tokenizer has."""
     tokenizer = json.loads((folder / TOKENIZER).read_text())
     model, letters = tokenizer["model"], [chr(code) for code in range(0x4E00, 0x4E00 + 512)]
     last = max(model["vocab"].values())
@@ -94,7 +94,7 @@ def grow(folder: Path) -> None:
 
 
 def write_tree(folder: Path) -> Path:
-    """Write the shipped policy with its weights as an Orbax tree of zarr arrays; returns the tree."""
+    """Write the shipped policy with its weights as an Orbax tree of zarr arrays, and return the tree."""
     shutil.copytree(SHIPPED, folder)
     (folder / "model.safetensors").unlink()
     weights = {name: jnp.asarray(value) for name, value in load_policy(SHIPPED).checkpoint.weights.items()}
@@ -104,14 +104,14 @@ def write_tree(folder: Path) -> Path:
 
 
 def inflate_metadata(tree: Path) -> None:
-    """Make the metadata of a tree so large that reading it holds the interpreter for seconds."""
+    """Make the metadata of a tree large enough to hold the interpreter for seconds."""
     with (tree / "_METADATA").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b', "x": [' + b"0," * (60 << 20) + b"0]}")
 
 
 def inflate_chunk(tree: Path) -> None:
-    """Make one chunk of an array a few kilobytes that inflate to a gigabyte."""
+    """Replace one chunk of an array by a few kilobytes that inflate to a gigabyte."""
     description = next(
         path for path in sorted(tree.rglob(".zarray")) if len(json.loads(path.read_text())["shape"]) == 1
     )
@@ -123,7 +123,7 @@ def inflate_chunk(tree: Path) -> None:
 
 @asynccontextmanager
 async def undisturbed(fleet: Fleet) -> AsyncIterator[None]:
-    """Assert that an attack delays neither STOP nor a command, once the robots move."""
+    """Wait until the robots move, then assert that an attack delays neither STOP nor a command."""
     await fleet.until_moving(30)
     began = time.monotonic()
     yield
@@ -149,20 +149,20 @@ def expect_refusal(status: int, found: Any, file: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", [double_letters, split_slowly])
-async def test_tokenizer_bomb_is_refused_by_name_beside_robots(fleet: Fleet, language: Path, spoil: Any) -> None:
+async def test_tokenizer_bomb_is_refused_by_name_during_motion(fleet: Fleet, language: Path, spoil: Any) -> None:
     spoil(language)
     status, found = await create(fleet, "bomb", {"policy_path": str(language), **LANGUAGE})
     expect_refusal(status, found, "vlm/tokenizer.json")
 
 
-async def test_large_honest_tokenizer_is_loaded_beside_robots(fleet: Fleet, language: Path) -> None:
+async def test_large_valid_tokenizer_is_loaded_during_motion(fleet: Fleet, language: Path) -> None:
     grow(language)
     status, found = await create(fleet, "large", {"policy_path": str(language), **LANGUAGE})
     assert status == 200, found
 
 
 @pytest.mark.parametrize("spoil", [inflate_metadata, inflate_chunk])
-async def test_orbax_bomb_is_refused_by_name_beside_robots(fleet: Fleet, tmp_path: Path, spoil: Any) -> None:
+async def test_orbax_bomb_is_refused_by_name_during_motion(fleet: Fleet, tmp_path: Path, spoil: Any) -> None:
     spoil(write_tree(tmp_path / "bomb"))
     status, found = await create(fleet, "bomb", {"policy_path": str(tmp_path / "bomb"), "camera_names": ["front"]})
     expect_refusal(status, found, "orbax/")
@@ -186,7 +186,7 @@ async def ended_deployments(fleet: Fleet) -> list[dict[str, Any]]:
     return [each for each in await fleet.call("GET", "/deployments") if each["result"]]
 
 
-async def test_instruction_bomb_is_refused_beside_robots(fleet: Fleet, language: Path) -> None:
+async def test_instruction_bomb_is_refused_during_motion(fleet: Fleet, language: Path) -> None:
     double_a_letter(language)
     body = {"session_id": "patched", "policy_path": str(language), "transport_server_url": "direct", **LANGUAGE}
     await fleet.call("POST", "/sessions", body)

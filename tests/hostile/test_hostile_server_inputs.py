@@ -1,4 +1,4 @@
-"""What is worst for a reader, sent to a server that moves a robot: its loop is never kept, and no tick is missed."""
+"""Slowest inputs of each reader, sent to a server that moves a robot: no input blocks its loop or delays a tick."""
 
 import asyncio
 import io
@@ -18,7 +18,7 @@ from tests.faults.script import Script
 from tests.faults.scripted_server import TIMES
 from tests.hostile.test_hostile_inputs import LINES, MEDIA, SDP, VALUES, counted
 
-TICK = 0.020  # seconds, at the 50 Hz of the scripted policy
+TICK = 0.020  # Seconds, at the 50 Hz of the scripted policy.
 JSON = {"content-type": "application/json"}
 
 
@@ -32,7 +32,7 @@ class Timed:
             file.write(bytes(TIMES.size))
 
     def kept(self) -> tuple[float, float]:
-        """Seconds by the clock, and of processor time."""
+        """Return wall-clock seconds and processor seconds since `begin`."""
         return TIMES.unpack(self._times.read_bytes())
 
 
@@ -47,7 +47,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Timed]:
 
 @asynccontextmanager
 async def running(server: Process, folder: Path) -> AsyncIterator[tuple[Arm, Rooms, aiohttp.ClientSession]]:
-    """A robot that moves; rooms of another session, in which nobody is; and somebody who means harm."""
+    """Yield a moving robot, the empty rooms of another session, and the HTTP client of an attacker."""
     async with (
         arm(server, Script(folder / "policy"), "robot") as robot,
         aiohttp.ClientSession(server.url, trust_env=False, timeout=aiohttp.ClientTimeout(total=60)) as http,
@@ -91,7 +91,7 @@ def attacks(server: Process, rooms: Rooms, http: aiohttp.ClientSession) -> Itera
             writer.transport.abort()
 
     quotes = b'\\"' * 65_000
-    yield "the body of the issue", lambda: post("/sessions", b'\xff"' + quotes)
+    yield "a decoding error and quotes", lambda: post("/sessions", b'\xff"' + quotes)
     yield "a constant and quotes", lambda: post("/sessions", b'[NaN,"' + quotes)
     command = f"/robotics/workspaces/w/rooms/{rooms.joint_input}/command"
     for name in ("empty objects", "names", "nested lists", "long numbers", "quotes alone"):
@@ -156,14 +156,14 @@ async def _offer(http: aiohttp.ClientSession, workspace: str, room: str, sdp: st
         await asyncio.sleep(0.3)
 
 
-async def test_no_input_keeps_a_server_from_its_robot(timed: Timed, tmp_path: Path) -> None:
-    """Processor time of the loop itself, the least of some tries: others use this machine, too."""
+async def test_no_input_delays_the_commands_of_a_robot(timed: Timed, tmp_path: Path) -> None:
+    """Measure the minimum processor time of the loop over some tries, because other processes share the machine."""
     slow: dict[str, list[float]] = {}
     async with running(timed.server, tmp_path) as (robot, rooms, http):
         for name, attack in attacks(timed.server, rooms, http):
             tries: list[float] = []
             while len(tries) < 12 and min(tries, default=1.0) > TICK / 2:
-                await asyncio.sleep(0.2 * bool(tries))  # five at once were all slow, once, beside other tests
+                await asyncio.sleep(0.2 * bool(tries))  # Without a pause, all tries may meet the same load.
                 timed.begin()
                 await attack()
                 tries.append(timed.kept()[1])
