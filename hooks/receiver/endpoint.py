@@ -20,7 +20,7 @@ from sanic import HTTPResponse
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.inbox import Answer, Event, EventStatus
-from hooks.registry.api import is_valid_secret
+from hooks.registry.delivery import is_valid_secret
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,8 @@ Sources: huggingface_hub 2.4 (hf_api.py, its errors in utils/_http.py), https://
 """
 
 import asyncio
-import hmac
 import json
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import wraps
 from typing import Any
@@ -15,6 +14,7 @@ from sanic import Blueprint, HTTPResponse, Request
 from sanic import json as in_json
 
 from hooks.errors import HooksError, HubTrouble, InvalidWebhook, StoreError, UnknownWebhook, UnsafeTarget
+from hooks.registry.delivery import is_valid_secret
 from hooks.registry.registry import Registry
 from hooks.registry.store import Webhook
 
@@ -38,14 +38,6 @@ OWNER = {
 }
 
 Handler = Callable[..., Coroutine[Any, Any, Any]]
-
-
-def is_valid_secret(text: str, secrets: Iterable[str]) -> bool:
-    """Return whether a text equals a secret, in a time that does not depend on the position of a difference."""
-    is_equal = False
-    for secret in secrets:
-        is_equal |= hmac.compare_digest(text.encode("utf-8", "surrogateescape"), secret.encode())
-    return is_equal
 
 
 def build_error(status: int, code: str, message: str) -> HTTPResponse:

@@ -17,11 +17,12 @@ from jaxmodels.ranges import (
     POSITIVE,
     SHARE_BELOW_ONE,
     WIDTH,
+    Number,
     Range,
     check_unknown_fields,
     find_choice_errors,
     find_number_errors,
-    read_number_type,
+    list_numbers,
     shorten_value,
 )
 from jaxmodels.samplers import FlowSchedule
@@ -56,7 +57,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 _NAMES, _INTEGERS, _OPTIONS = tuple[str, ...], tuple[int, ...], tuple[tuple[str, Any], ...] | None
 
 
-def _read(name: str, declared: Any, value: Any) -> Any:
+def _read(name: str, declared: Any, number: Number | None, value: Any) -> Any:
     """Return the value of a field from its JSON, checked against the declared type and range of the field."""
     if name in FEATURES:
         return parse_features(name, value)
@@ -75,7 +76,6 @@ def _read(name: str, declared: Any, value: Any) -> Any:
         return tuple(value.items())
     if name == "text_encoder" and value is not None:
         return TextConfig.from_json(value)
-    number = read_number_type(declared)
     if number is not None:
         if error := number.describe_error(name, value):
             raise ConfigError(error)
@@ -245,9 +245,10 @@ class PolicyConfig(_OtherFields):
         unknown = {name: value for name, value in values.items() if name not in known and name != "type"}
         check_unknown_fields(what, unknown, cls.advice)
         wrong: list[str] = []
+        numbers = list_numbers(cls)
         for name in read:
             try:
-                read[name] = _read(name, known[name].type, read[name])
+                read[name] = _read(name, known[name].type, numbers.get(name), read[name])
             except ConfigError as error:
                 wrong.append(str(error))
         if wrong:

@@ -27,7 +27,7 @@ from sanic.headers import parse_content_header
 
 from hooks.payload import WebhookPayload
 from hooks.receiver import parsing
-from hooks.registry.api import is_valid_secret
+from hooks.registry.delivery import is_valid_secret
 from hooks.server.event_routes import HOST
 from service import logging
 from service.api import schemas

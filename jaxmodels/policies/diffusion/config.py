@@ -51,7 +51,7 @@ class DiffusionConfig(LerobotConfig):
         "beta_schedule": BETA_SCHEDULES,
     }
     needs_state: ClassVar[bool] = True
-    optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset.
+    optimizer_type: ClassVar[str | None] = "adam"  # LeRobot's preset.
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
         "drop_n_last_frames",

@@ -10,6 +10,7 @@ import pytest
 
 from service.errors import MoveRefused
 from service.sessions.request import NewSession
+from service.sessions.session import SessionEvent
 from service.stage import Stage
 from service.transport.link import BadInput, RobotLeft
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
@@ -309,12 +310,12 @@ async def test_a_failing_event_listener_does_not_delay_a_stop(rigged) -> None:
         session = await rig.running()
         held: list[bool] = []
 
-        def publish(event: str, about: dict[str, object]) -> None:
-            if event != "session.deleted":
+        def fail(event: SessionEvent) -> None:
+            if event.name != "session.deleted":
                 held.append(session.robot_io.controller.is_running)
                 raise RuntimeError("out of order")
 
-        rig.sessions._publish = publish
+        rig.sessions._listeners = (*rig.sessions._listeners, fail)
         other = await rig.sessions.create(NewSession("other", "policy", "memory://", rate=50))
         assert await rig.sessions.emergency_stop("both") == ["s", "other"]
         assert {session.is_latched, other.is_latched} == {True}
