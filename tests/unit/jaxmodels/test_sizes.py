@@ -114,7 +114,7 @@ def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> N
 
 
 @pytest.mark.parametrize("config", CALIBRATED.values(), ids=CALIBRATED)
-def test_weights_for_serving_are_bounded_before_they_are_folded(config: Any) -> None:
+def test_serving_weights_are_bounded_before_they_are_prepared(config: Any) -> None:
     parameters = lerobot_folder.model_blueprint(config).count_parameters()
     assert 0.9 <= (parameters + config.table_numbers) / programs_of(config).count_weights() <= 2.2
 
@@ -303,7 +303,7 @@ def test_a_device_is_asked_for_its_free_memory(free: Any) -> None:
         memory.check_loading(needs, place, shares_memory=False)
 
 
-def test_what_is_not_folded_is_loaded_where_it_fits_once(free: Any) -> None:
+def test_unchanged_weights_are_loaded_where_they_fit_once(free: Any) -> None:
     config = get_policy_type("pi05").config({"type": "pi05", **VALUES})
     parameters = lerobot_folder.model_blueprint(config).count_parameters()
     needs = memory.estimate_needs(parameters, parameters, 4, True)
