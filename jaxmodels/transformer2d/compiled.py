@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,9 +16,6 @@ from jaxmodels.errors import InputError
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
 from jaxmodels.transformer2d.block import Conditioning
 
-if TYPE_CHECKING:
-    from jaxmodels.transformer2d.model import Transformer2DModel
-
 # Structure of the arguments, and shape and dtype of each array in them.
 Shapes: TypeAlias = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
 BLOCKS = "transformer_blocks"
@@ -31,9 +28,12 @@ class CompiledTransformer2D:
     """Forward pass of one model, as an executable for each set of shapes; a call never compiles.
 
     Up to `WRITTEN_OUT` layers are written out with separate arrays, because a slice of a stack is copied in every call.
+
+    Args:
+        model: a `Transformer2DModel`; later changes of its weights have no effect.
     """
 
-    def __init__(self, model: "Transformer2DModel"):
+    def __init__(self, model: Any):
         self._graph, state = nnx.split(model)
         self._config, self._dtype = model.config, model.dtype
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
