@@ -45,6 +45,7 @@ from jaxmodels.transformer2d.block import (
     Conditioning,
     Execution,
     Modulations,
+    TimeAndClassNorm,
     TimeNorm,
     TimeSingle,
     for_each_layer,
@@ -346,10 +347,10 @@ class Transformer2DModel(nnx.Module):
         blocks, config = self.transformer_blocks, self.config
         if timing.timestep is None:
             return Modulations(BlockModulation())
-        if config.block_norm == "ada_norm":
+        if isinstance(blocks.norm1, TimeNorm):
             second = for_each_layer(blocks.norm2, timing.timestep) if isinstance(blocks.norm2, TimeNorm) else None
             return Modulations(BlockModulation(for_each_layer(blocks.norm1, timing.timestep), None, second))
-        if config.block_norm == "ada_norm_zero":
+        if isinstance(blocks.norm1, TimeAndClassNorm):
             timing = timing if key is None else self._drop_labels(timing, key)
             modulation = for_each_layer(blocks.norm1, timing.timestep, timing.class_labels)
             if config.kind != "patches":

@@ -257,6 +257,7 @@ class Act(nnx.Module):
     ) -> tuple[Tokens, Float[Array, "1 n d"]]:
         """Return tokens for the encoder, and their positions."""
         first = observation.images[0] if observation.images else observation.environment_state
+        assert self.latent_in.bias is not None
         latent_token = self.latent_in.bias[...] if latent is None else self.latent_in(latent)[:, None]
         tokens = [jnp.broadcast_to(latent_token, (first.shape[0], 1, self.config.dim_model))]
         if self.config.state is not None:
