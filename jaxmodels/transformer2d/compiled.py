@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import use_exact_products
 from jaxmodels.errors import InputError
+from jaxmodels.transformer2d import lora
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
 from jaxmodels.transformer2d.block import Conditioning
 
@@ -111,7 +112,8 @@ class CompiledTransformer2D:
             next(remaining) if parts is None else _Parts([next(remaining) for _ in range(parts)])
             for parts in self._parts
         ]
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        scale = arguments.scale
+        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves)).scale_adapters(scale)
         layers = None
         if any(isinstance(leaf, _Parts) for leaf in leaves):
             _, blocks = nnx.split(model.transformer_blocks)
@@ -119,6 +121,7 @@ class CompiledTransformer2D:
                 jax.tree.map(lambda leaf, i=i: leaf.parts[i] if isinstance(leaf, _Parts) else leaf, blocks)
                 for i in range(self._config.num_layers)
             ]
+            layers = layers if scale is None else [lora.scale_adapters(layer, scale) for layer in layers]
         with use_exact_products(self._dtype):
             return model.forward(arguments, conditioning, layers=layers)
 

@@ -206,7 +206,7 @@ class Transformer2DModel(nnx.Module):
             conditioning,
         )
         key = None if rngs is None else rngs.dropout()
-        sample = self._run("forward", arguments, conditioning, key)
+        sample = self._run(arguments.scale, "forward", arguments, conditioning, key)
         return Transformer2DModelOutput(sample) if return_dict else (sample,)
 
     def forward(
@@ -222,9 +222,6 @@ class Transformer2DModel(nnx.Module):
             key: enables dropout.
             layers: weights of each block, if they are not stacked.
         """
-        if arguments.scale is not None:
-            layers = None if layers is None else [lora.scale_adapters(layer, arguments.scale) for layer in layers]
-            return self._scaled(arguments.scale).forward(arguments._replace(scale=None), conditioning, key, layers)
         batch, heads = arguments.hidden_states.shape[0], self.config.num_attention_heads
         keys = (None, None) if key is None else jax.random.split(key)
         # 1. Embed the input.
@@ -283,8 +280,10 @@ class Transformer2DModel(nnx.Module):
         projected = self.caption_projection(context, tanh_gelu)
         return projected.reshape(projected.shape[0], -1, projected.shape[-1])
 
-    def _scaled(self, scale: Array) -> "Transformer2DModel":
-        """Return this model with adapters multiplied by `scale`."""
+    def scale_adapters(self, scale: Array | None) -> "Transformer2DModel":
+        """Return this model with its low-rank adapters multiplied by `scale`; None leaves them as they are."""
+        if scale is None:
+            return self
         graph, state = nnx.split(self)
         return nnx.merge(graph, lora.scale_adapters(state, scale))
 
@@ -318,7 +317,7 @@ class Transformer2DModel(nnx.Module):
             return BlockKeyValues()
         context = jnp.asarray(encoder_hidden_states)
         check_context(self.config, context)
-        return self._run("project_context", context.astype(self.dtype), read_scale(cross_attention_kwargs))
+        return self._run(read_scale(cross_attention_kwargs), "project_context", context.astype(self.dtype))
 
     def prepare_modulations(
         self,
@@ -329,21 +328,17 @@ class Transformer2DModel(nnx.Module):
     ) -> Modulations:
         """Return modulations of all layers by timesteps, classes and conditions; arguments as in a call."""
         timing = read_timing(self.config, None, timestep, class_labels, added_cond_kwargs)
-        return self._run("modulate", timing, None, read_scale(cross_attention_kwargs))
+        return self._run(read_scale(cross_attention_kwargs), "modulate", timing)
 
-    def project_context(self, context: Array, scale: Array | None = None) -> BlockKeyValues:
+    def project_context(self, context: Array) -> BlockKeyValues:
         """Return keys and values of a checked context in each layer."""
-        if scale is not None:
-            return self._scaled(scale).project_context(context)
         context = self._project_captions(context)
         graph, stacked = nnx.split(self.transformer_blocks)
         # One layer at a time, because a product with a batch of matrices is slower on a CPU.
         return lax.map(lambda weights: nnx.merge(graph, weights).project_context(context), stacked)
 
-    def modulate(self, timing: Timing, key: Array | None = None, scale: Array | None = None) -> Modulations:
+    def modulate(self, timing: Timing, key: Array | None = None) -> Modulations:
         """Return modulations of all layers; `key` enables the dropout of class labels."""
-        if scale is not None:
-            return self._scaled(scale).modulate(timing, key)
         blocks, config = self.transformer_blocks, self.config
         if timing.timestep is None:
             return Modulations(BlockModulation())
@@ -471,12 +466,13 @@ class Transformer2DModel(nnx.Module):
         weights = flatten(self)
         diffusers_folder.write(Path(folder), self.config, weights, variant=variant, max_shard_bytes=max_shard_bytes)
 
-    def _run(self, method: str, *arguments: Any) -> Any:
+    def _run(self, scale: Array | None, method: str, *arguments: Any) -> Any:
+        """Call a method with adapters multiplied by `scale`, as one compiled program unless the caller is traced."""
         graph, state = nnx.split(self)
-        leaves = jax.tree.leaves((state, arguments))
+        leaves = jax.tree.leaves((state, scale, arguments))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return getattr(self, method)(*arguments)
-        return _run_compiled(graph, method, state, *arguments)
+            return getattr(self.scale_adapters(scale), method)(*arguments)
+        return _run_compiled(graph, method, state, scale, *arguments)
 
 
 def head_affine(parts: Float[Array, "b 2 d"]) -> BlockAffine:
@@ -486,7 +482,9 @@ def head_affine(parts: Float[Array, "b 2 d"]) -> BlockAffine:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _run_compiled(graph: nnx.GraphDef["Transformer2DModel"], method: str, state: Any, *arguments: Any) -> Any:
-    model = nnx.merge(graph, state)
+def _run_compiled(
+    graph: nnx.GraphDef[Transformer2DModel], method: str, state: Any, scale: Array | None, *arguments: Any
+) -> Any:
+    model = nnx.merge(graph, state).scale_adapters(scale)
     with use_exact_products(model.dtype):
         return getattr(model, method)(*arguments)
