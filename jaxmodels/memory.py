@@ -145,10 +145,10 @@ def estimate_needs(parameters: int, serving: int, item: int, runs_as_read: bool)
         parameters: numbers in the weights of the files.
         serving: numbers in the weights of the program.
         item: bytes of a number on the device.
-        runs_as_read: whether the program uses the arrays as they were read, without folding.
+        runs_as_read: whether the program uses the arrays as they were read.
     """
     read = FLOAT * parameters
-    # Weights that are not folded are converted one array at a time.
+    # Weights that the program uses as they were read are converted one array at a time.
     host = read + read // 5 if runs_as_read else read + FLOAT * serving
     return Needs(host, item * serving)
 

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
-    """Set a share `rate` of `x` to zero and scale up the rest; keys are the stream ``dropout`` of `rngs`."""
-    if rngs is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(rngs.dropout(), 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+    """Apply `nnx.Dropout` with the stream ``dropout`` of `rngs`; without `rngs` return `x`.
+
+    A layer that holds its own keys, for ``train()`` and ``eval()``, would add them to the weights of a checkpoint.
+    """
+    return x if rngs is None else nnx.Dropout(rate)(x, rngs=rngs)
 
 
 def split_rows(x: Float[Array, "..."], axis: int, parts: int) -> Float[Array, "parts ..."]:

@@ -59,14 +59,19 @@ def convolve(
 
 
 class Convolution(nnx.Module):
-    """Convolution by `convolve`, without a bias."""
+    """Convolution without a bias, by `convolve`, or by `convolve_winograd` if the kernel is transformed for it.
+
+    `nnx.Conv` has neither the product for small maps nor Winograd's algorithm: a 60x80 map of 128 channels takes 1.6
+    times as long without the latter (AMD EPYC, 2 cores).
+    """
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1, *, rngs: nnx.Rngs):
         self.stride, self.dilation = stride, dilation
         self.kernel = nnx.Param(_init(rngs.params(), (size, size, inputs, outputs), jnp.float32))
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
-        return convolve(x, self.kernel[...], self.stride, self.dilation)
+        kernel = self.kernel[...]
+        return convolve_winograd(x, kernel) if kernel.ndim == 3 else convolve(x, kernel, self.stride, self.dilation)
 
 
 class BlockPlan(NamedTuple):

@@ -218,7 +218,7 @@ class PolicyConfig(_OtherFields):
 
     @property
     def table_numbers(self) -> int:
-        """Numbers in the tables, such as positions, that are computed while a network is built, folded and traced."""
+        """Numbers in the tables, such as positions, that are computed while a network is built and traced."""
         return 2 * max((height * width for height, width in self.frames), default=0)
 
     def format_prompt(self, task: str, state: np.ndarray | None) -> str:

@@ -28,9 +28,15 @@ from jaxmodels.text import TextEncoder
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
-from jaxmodels.transformer2d.block import Biases, BlockKeyValues, BlockModulation
+from jaxmodels.transformer2d.block import (
+    Biases,
+    BlockKeyValues,
+    BlockModulation,
+    Execution,
+    run_blocks,
+    stack_blocks,
+)
 from jaxmodels.transformer2d.config import Transformer2DConfig
-from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
 from jaxmodels.types import Feature, Language, Observation
 from jaxmodels.weights import blueprint_of
 

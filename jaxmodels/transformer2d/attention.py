@@ -41,22 +41,21 @@ def linear(
     )
 
 
-class Projections(nnx.Module):
-    """Several linear layers of the same input as one matrix: (inputs, parts, width)."""
-
-    def __init__(self, inputs: int, parts: int, width: int, dtypes: Dtypes, *, bias: bool, rngs: nnx.Rngs):
-        shape = (inputs, parts, width)
-        flat = linear_init(rngs.params(), (inputs, parts * width), dtypes.parameters)
-        self.kernel = nnx.Param(flat.reshape(shape), axes=("embed", None, "heads"))
-        self.bias = nnx.Param(jnp.zeros(shape[1:], dtypes.parameters), axes=(None, "heads")) if bias else None
-        self.dtype = dtypes.compute
-
-    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Tokens, ...]:
-        kernel = self.kernel[...].astype(self.dtype)
-        y = jnp.einsum("bnc,cpd->bnpd", x.astype(self.dtype), kernel)
-        if self.bias is not None:
-            y = y + self.bias[...].astype(self.dtype)
-        return tuple(y[:, :, part] for part in range(kernel.shape[1]))
+def projections(
+    inputs: int, parts: int, width: int, dtypes: Dtypes, *, bias: bool, rngs: nnx.Rngs
+) -> nnx.LinearGeneral:
+    """Return linear layers of one input as one matrix: (inputs, parts, width)."""
+    return nnx.LinearGeneral(
+        inputs,
+        (parts, width),
+        use_bias=bias,
+        kernel_init=linear_init,
+        dtype=dtypes.compute,
+        param_dtype=dtypes.parameters,
+        kernel_metadata={"axes": ("embed", None, "heads")},
+        bias_metadata={"axes": (None, "heads")},
+        rngs=rngs,
+    )
 
 
 class KeyValue(NamedTuple):
@@ -72,11 +71,11 @@ class SelfAttention(nnx.Module):
     def __init__(self, width: int, heads: int, dtypes: Dtypes, *, bias: bool, rate: float, rngs: nnx.Rngs):
         self.heads = heads
         self.rate = rate
-        self.to_qkv = Projections(width, 3, width, dtypes, bias=bias, rngs=rngs)
+        self.to_qkv = projections(width, 3, width, dtypes, bias=bias, rngs=rngs)
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
     def __call__(self, x: Tokens, bias: Bias | None = None, rngs: nnx.Rngs | None = None) -> Tokens:
-        query, key, value = self.to_qkv(x)
+        query, key, value = jnp.unstack(self.to_qkv(x), axis=2)
         return dropout(self.to_out(_mix(query, KeyValue(key, value), self.heads, bias)), self.rate, rngs)
 
 
@@ -89,12 +88,12 @@ class ContextAttention(nnx.Module):
         self.heads = heads
         self.rate = rate
         self.to_q = linear(width, width, ("embed", "heads"), dtypes, bias=bias, rngs=rngs)
-        self.to_kv = Projections(context_width, 2, width, dtypes, bias=bias, rngs=rngs)
+        self.to_kv = projections(context_width, 2, width, dtypes, bias=bias, rngs=rngs)
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
     def project_context(self, context: Float[Array, "b m c"]) -> KeyValue:
         """Return keys and values of the context's tokens."""
-        return KeyValue(*self.to_kv(context))
+        return KeyValue(*jnp.unstack(self.to_kv(context), axis=2))
 
     def __call__(
         self, x: Tokens, context: KeyValue | None = None, bias: Bias | None = None, rngs: nnx.Rngs | None = None

@@ -4,13 +4,14 @@ Modulations depend only on timestep and class, so a sampler can compute them for
 Source: diffusers/models/attention.py, BasicTransformerBlock.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import time_sinusoid
@@ -18,6 +19,7 @@ from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward
 from jaxmodels.layers.norm import LayerNorm, standardize
 from jaxmodels.transformer2d.attention import Bias, ContextAttention, Dtypes, Fuser, KeyValue, SelfAttention, linear
 from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
+from jaxmodels.transformer2d.embeddings import Mlp, Table
 
 CLASS_DROPOUT = 0.1  # Share of labels that become the null class in training (diffusers' LabelEmbedding).
 
@@ -42,17 +44,6 @@ class BlockModulation(NamedTuple):
     feed_forward_gate: Float[Array, "*l b n d"] | None = None
 
 
-class Mlp(nnx.Module):
-    """Two linear layers: diffusers' TimestepEmbedding and PixArtAlphaTextProjection."""
-
-    def __init__(self, inputs: int, width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
-        self.linear_1 = linear(inputs, width, ("context", "embed"), dtypes, rngs=rngs)
-        self.linear_2 = linear(width, width, ("embed", "embed2"), dtypes, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "*b c"], function=jax.nn.silu) -> Float[Array, "*b d"]:
-        return self.linear_2(function(self.linear_1(x)))
-
-
 class TimeNorm(nnx.Module):
     """ada_norm: a table of learned timesteps, and their scale and shift; here the scale is first."""
 
@@ -64,17 +55,6 @@ class TimeNorm(nnx.Module):
         parts = self.linear(jax.nn.silu(self.emb(timestep))).astype(jnp.float32)
         scale, shift = jnp.split(parts[:, None], 2, axis=-1)
         return BlockAffine(scale, shift)
-
-
-class Table(nnx.Module):
-    """Embedding table; indices must be checked before compiled code, which would clip them silently."""
-
-    def __init__(self, rows: int, width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
-        table = nnx.initializers.normal(1.0)(rngs.params(), (rows, width), dtypes.parameters)
-        self.embedding = nnx.Param(table, axes=("vocabulary", "embed"))
-
-    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
-        return jnp.take(self.embedding[...], ids, axis=0, mode="clip")
 
 
 class TimeAndClass(nnx.Module):
@@ -277,6 +257,83 @@ class Block(nnx.Module):
 
 def _gate(x: Float[Array, "b n d"], gate: Float[Array, "#b #n d"] | None) -> Float[Array, "b n d"]:
     return x if gate is None else x * gate.astype(x.dtype)
+
+
+class Execution(NamedTuple):
+    """How layers are executed: `scan` compiles one block for all; `remat` recomputes blocks in the backward pass."""
+
+    scan: bool
+    remat: bool
+
+
+def stack_blocks(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
+    """Return blocks with random weights, stacked along a leading axis."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs: nnx.Rngs) -> Block:
+        return Block(config, dtypes, rngs=rngs)
+
+    return build(rngs)
+
+
+def run_blocks(
+    blocks: Block,
+    x: Float[Array, "b n d"],
+    modulation: BlockModulation,
+    key_values: BlockKeyValues,
+    biases: Biases,
+    execution: Execution,
+    *,
+    context: Float[Array, "b m c"] | None = None,
+    objects: Float[Array, "b o c"] | None = None,
+    key: PRNGKeyArray | None = None,
+    layers: Sequence[Any] | None = None,
+) -> Float[Array, "b n d"]:
+    """Run tokens through all layers.
+
+    Args:
+        modulation, key_values: of all layers, with a leading axis.
+        context: replaces `key_values`: each block computes its own keys and values.
+        key: enables dropout.
+        layers: each block's weights, if they are not stacked in `blocks`, which then only defines the block.
+    """
+    graph, stacked = nnx.split(blocks)
+    count = jax.tree.leaves(stacked)[0].shape[0] if layers is None else len(layers)
+
+    def step(x: Array, layer: tuple[Any, BlockModulation, BlockKeyValues, PRNGKeyArray | None]) -> tuple[Array, None]:
+        weights, modulation, key_values, key = layer
+        block = nnx.merge(graph, weights)
+        key_values = key_values if context is None else block.project_context(context)
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        return block(x, modulation, key_values, biases, objects, rngs), None
+
+    step = jax.checkpoint(step) if execution.remat else step
+    keys = None if key is None else jax.random.split(key, count)
+    if execution.scan and layers is None:
+        return lax.scan(step, x, (stacked, modulation, key_values, keys))[0]
+    for i in range(count):
+        rest = jax.tree.map(lambda array, i=i: array[i], (modulation, key_values, keys))
+        weights = jax.tree.map(lambda array, i=i: array[i], stacked) if layers is None else layers[i]
+        x, _ = step(x, (weights, *rest))
+    return x
+
+
+def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> BlockModulation:
+    """Return ada_norm_single's modulation: the timestep's six parts plus each layer's own."""
+    tables = blocks.scale_shift_table[...].astype(jnp.float32)
+    return jax.vmap(lambda table: six_parts(table[None] + parts))(tables)
+
+
+def for_each_layer(layers: nnx.Module, *arguments: Any, count: int | None = None) -> Any:
+    """Run a module of stacked layers with the same arguments; of the first `count` layers only if it is given."""
+    graph, stacked = nnx.split(layers)
+
+    def run(weights: Any) -> Any:
+        layer: Any = nnx.merge(graph, weights)
+        return layer(*arguments)
+
+    return jax.vmap(run)(jax.tree.map(lambda array: array[:count], stacked))
 
 
 class Modulations(NamedTuple):

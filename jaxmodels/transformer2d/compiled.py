@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -13,11 +13,9 @@ from jaxtyping import Array, Float
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import use_exact_products
 from jaxmodels.errors import InputError
+from jaxmodels.transformer2d import lora
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
 from jaxmodels.transformer2d.block import Conditioning
-
-if TYPE_CHECKING:
-    from jaxmodels.transformer2d.model import Transformer2DModel
 
 # Structure of the arguments, and shape and dtype of each array in them.
 Shapes: TypeAlias = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
@@ -31,9 +29,12 @@ class CompiledTransformer2D:
     """Forward pass of one model, as an executable for each set of shapes; a call never compiles.
 
     Up to `WRITTEN_OUT` layers are written out with separate arrays, because a slice of a stack is copied in every call.
+
+    Args:
+        model: a `Transformer2DModel`; later changes of its weights have no effect.
     """
 
-    def __init__(self, model: "Transformer2DModel"):
+    def __init__(self, model: Any):
         self._graph, state = nnx.split(model)
         self._config, self._dtype = model.config, model.dtype
         paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
@@ -111,7 +112,8 @@ class CompiledTransformer2D:
             next(remaining) if parts is None else _Parts([next(remaining) for _ in range(parts)])
             for parts in self._parts
         ]
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        scale = arguments.scale
+        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves)).scale_adapters(scale)
         layers = None
         if any(isinstance(leaf, _Parts) for leaf in leaves):
             _, blocks = nnx.split(model.transformer_blocks)
@@ -119,6 +121,7 @@ class CompiledTransformer2D:
                 jax.tree.map(lambda leaf, i=i: leaf.parts[i] if isinstance(leaf, _Parts) else leaf, blocks)
                 for i in range(self._config.num_layers)
             ]
+            layers = layers if scale is None else [lora.scale_adapters(layer, scale) for layer in layers]
         with use_exact_products(self._dtype):
             return model.forward(arguments, conditioning, layers=layers)
 

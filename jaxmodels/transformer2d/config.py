@@ -70,7 +70,16 @@ class Transformer2DConfig:
             None, only for sample size 128.
 
     Raises:
-        ConfigError: a combination makes no sense.
+        ConfigError: values contradict each other or are out of range.
+
+    Example:
+        >>> from jaxmodels import Transformer2DConfig
+        >>> config = Transformer2DConfig(
+        ...     num_attention_heads=2, attention_head_dim=8, in_channels=4, patch_size=2, sample_size=8,
+        ...     norm_type="ada_norm_zero", num_embeds_ada_norm=10,
+        ... )
+        >>> config.kind, config.inner_dim
+        ('patches', 16)
     """
 
     num_attention_heads: Annotated[int, Range(1, HEADS)] = 16

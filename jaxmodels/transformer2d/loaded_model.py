@@ -247,8 +247,20 @@ def load_model(
 
     Raises:
         HubError: the repo cannot be fetched.
-        ConfigError: the config, dtype or device makes no sense.
+        ConfigError: the config, dtype or device is not valid.
         CheckpointError: files are missing, malformed, or do not fit the config.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from jaxmodels import Transformer2DModel, load_model
+        >>> model = Transformer2DModel(
+        ...     num_attention_heads=2, attention_head_dim=4, in_channels=4, norm_num_groups=2, sample_size=4
+        ... )
+        >>> with TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     loaded = load_model(folder, device="cpu")
+        >>> loaded.description["kind"], loaded.dtype
+        ('continuous', 'float32')
     """
     source, folder = _split(str(path_or_repo), subfolder)
     model = Transformer2DModel.from_pretrained(
@@ -269,7 +281,18 @@ def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: s
 
     Raises:
         HubError: the repo cannot be fetched.
-        CheckpointError: ``config.json`` is missing or malformed, and the folder is no pipeline.
+        CheckpointError: ``config.json`` is missing or malformed, and the folder is not a pipeline.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from jaxmodels import Transformer2DModel, is_model
+        >>> model = Transformer2DModel(
+        ...     num_attention_heads=2, attention_head_dim=4, in_channels=4, norm_num_groups=2, sample_size=4
+        ... )
+        >>> with TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     is_model(folder)
+        True
     """
     source, inside = _split(str(path_or_repo), subfolder)
     if inside is not None:
@@ -291,13 +314,22 @@ def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
 
 
 class LoadedModel:
-    """A 2D transformer for serving. One thread at a time may compute; all threads may read its properties.
+    """2D transformer for serving. One thread at a time may compute; all threads may read its properties.
 
     Args:
-        model: the caller should drop it, or its weights are in memory twice.
+        model: the model to serve. Drop other references to it, because its weights are copied.
 
     Attributes:
         shapes_kept: maximum number of executables, one per set of shapes; the least recently used is dropped.
+
+    Example:
+        >>> from jaxmodels import LoadedModel, Transformer2DModel
+        >>> model = Transformer2DModel(
+        ...     num_attention_heads=2, attention_head_dim=4, in_channels=4, norm_num_groups=2, sample_size=4
+        ... )
+        >>> loaded = LoadedModel(model)
+        >>> loaded.forward(loaded.example())["sample"].shape
+        (1, 4, 4, 4)
     """
 
     def __init__(self, model: Transformer2DModel, *, shapes_kept: int = MAX_SHAPES):

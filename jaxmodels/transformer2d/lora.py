@@ -25,7 +25,6 @@ from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMi
 from jaxmodels.memory import check_host
 from jaxmodels.ranges import Range, are_numbers
 from jaxmodels.transformer2d import diffusers_folder
-from jaxmodels.transformer2d.attention import Projections
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
@@ -225,19 +224,20 @@ class AdaptedLinear(nnx.Linear):
         return super().__call__(inputs, out_sharding) + narrow @ self.lora_up[...].astype(dtype)
 
 
-class AdaptedProjections(Projections):
-    """Several linear layers of one input, each with a low-rank adapter."""
+class AdaptedProjections(nnx.LinearGeneral):
+    """Linear layers of one input as one matrix, each with a low-rank adapter."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]
 
-    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Float[Array, "b n d"], ...]:
-        narrow = jnp.einsum("bnc,cpr->bnpr", x.astype(self.dtype), self.lora_down[...].astype(self.dtype))
-        wide = jnp.einsum("bnpr,rpd->bnpd", narrow, self.lora_up[...].astype(self.dtype))
-        return tuple(part + wide[:, :, index] for index, part in enumerate(super().__call__(x)))
+    def __call__(self, inputs: Float[Array, "b n c"], out_sharding: Any = None) -> Float[Array, "b n p d"]:
+        dtype = jnp.result_type(inputs) if self.dtype is None else self.dtype
+        narrow = jnp.einsum("bnc,cpr->bnpr", inputs.astype(dtype), self.lora_down[...].astype(dtype))
+        wide = jnp.einsum("bnpr,rpd->bnpd", narrow, self.lora_up[...].astype(dtype))
+        return super().__call__(inputs, out_sharding) + wide
 
 
-ADAPTED = {nnx.Linear: AdaptedLinear, Projections: AdaptedProjections}
+ADAPTED = {nnx.Linear: AdaptedLinear, nnx.LinearGeneral: AdaptedProjections}
 
 
 def load(model: Any, path: str | Path, *, prefix: str | None = None) -> None:

@@ -103,10 +103,8 @@ class ActConfig(LerobotConfig):
     def table_numbers(self) -> int:
         name, is_dilated = self.vision_backbone, self.replace_final_stride_with_dilation
         tokens = 3 + sum(math.prod(measure_feature_map(name, frame, is_dilated)) for frame in self.frames)
-        # Tables over tokens: 3 per encoder layer, 2 per decoder layer; over the chunk: 4 per decoder layer (first: 1).
-        numbers = tokens * (1 + 3 * self.n_encoder_layers + 2 * self.n_decoder_layers)
-        numbers += self.chunk_size * (4 * self.n_decoder_layers - 3 + self.use_vae)
-        return super().table_numbers + numbers * self.dim_model
+        # Positions of the tokens, and of the chunk in the VAE.
+        return super().table_numbers + (tokens + self.chunk_size * self.use_vae) * self.dim_model
 
     def architecture(self) -> "ActConfig":
         return self._with_defaults(use_vae=False, n_action_steps=1)

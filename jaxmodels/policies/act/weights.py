@@ -1,19 +1,6 @@
-"""ACT weights: LeRobot's tensor names and layouts, and their folding for serving.
+"""ACT weights: LeRobot's tensor names and layouts, and their preparation for serving."""
 
-Everything that does not depend on the observation is computed once per checkpoint, in float32:
-
-- frozen batch norms become part of the convolutions before them;
-- query, key and value matrices become one matrix; positions times the matrix become a table, so that
-  ``(x + positions) W`` is ``x W + table``; the scale of the scores becomes part of the queries;
-- the latent is zero at inference, so its token is a bias;
-- the first decoder layer starts from zeros, so the result of its self-attention is one constant vector, and the
-  queries of its cross-attention are constants;
-- on a CPU, 3x3 convolutions whose intermediates fit the cache use Winograd's kernels (jaxmodels/layers/vision.py).
-"""
-
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -27,8 +14,6 @@ from jaxmodels.checkpoints.tensor_layouts import (
     module_tensor,
 )
 from jaxmodels.layers import vision
-from jaxmodels.layers.embeddings import sinusoidal_2d
-from jaxmodels.layers.norm import EPSILON
 from jaxmodels.layers.vision import RESNETS, plan_blocks
 from jaxmodels.policies.act.config import ActConfig
 
@@ -39,131 +24,29 @@ WINOGRAD_BYTES = 12 << 20
 WINOGRAD_CHANNELS = 64
 
 
-def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
-    """Return serving weights by name, with constant parts folded, for JAX's name of a platform (``cpu``)."""
-    folded: dict[str, np.ndarray] = {}
-    if config.cameras:
-        folded |= _backbone(config, weights, platform)
-    folded |= _select_weights(weights, "image_in", "state_in", "environment_in", "action_out", "decoder.norm")
-    folded["latent"] = weights["latent_in.bias"]
-    dilated, width = config.replace_final_stride_with_dilation, config.dim_model
-    maps = [vision.measure_feature_map(config.vision_backbone, frame, dilated) for frame in config.frames]
-    tables = [sinusoidal_2d(rows, columns, width).reshape(-1, width) for rows, columns in maps]
-    positions = np.concatenate((weights["vector_positions"], *tables))
-    for i in range(config.n_encoder_layers):
-        layer = f"encoder.layers.{i}"
-        folded |= _joint_projection(config, weights, f"{layer}.attention", positions)
-        parts = ("attention.out", "feed_forward", "norm1", "norm2")
-        folded |= _select_weights(weights, *(f"{layer}.{part}" for part in parts))
-    if config.pre_norm:
-        folded |= _select_weights(weights, "encoder.norm")
-    for i in range(config.n_decoder_layers):
-        folded |= _decoder_layer(config, weights, f"decoder.layers.{i}", positions, is_first=i == 0)
-    return folded
+def prepare(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
+    """Return the weights for serving, on a platform of JAX (``cpu``).
 
-
-def _select_weights(weights: Arrays, *modules: str) -> dict[str, np.ndarray]:
-    """Return the weights of these modules as they are."""
-    prefixes = tuple(f"{module}." for module in modules)
-    return {name: array for name, array in weights.items() if name.startswith(prefixes)}
-
-
-def _joint_projection(config: ActConfig, weights: Arrays, name: str, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """Return query, key and value in one matrix, and a table of positions and biases for all three."""
-    scale = _score_scale(config)
-    kernels = [weights[f"{name}.{part}.kernel"] for part in ("query", "key", "value")]
-    biases = [weights[f"{name}.{part}.bias"] for part in ("query", "key", "value")]
-    query = (positions @ kernels[0] + biases[0]) * scale
-    key = positions @ kernels[1] + biases[1]
-    value = np.broadcast_to(biases[2], query.shape)
-    return {
-        f"{name}.joint.kernel": np.concatenate((kernels[0] * scale, *kernels[1:]), axis=1),
-        f"{name}.joint.table": np.concatenate((query, key, value), axis=1),
+    The encoder of the VAE and the kernel of the latent, which is zeros in serving, are left out. On a CPU, 3x3 kernels
+    whose planes fit into the cache are transformed for Winograd's convolution (jaxmodels/layers/vision.py).
+    """
+    serving = {
+        name: array
+        for name, array in weights.items()
+        if not name.startswith("latent_encoder.") and name != "latent_in.kernel"
     }
-
-
-def _decoder_layer(
-    config: ActConfig, weights: Arrays, layer: str, positions: np.ndarray, *, is_first: bool
-) -> dict[str, np.ndarray]:
-    queries = weights["action_queries"]
-    cross = f"{layer}.cross_attention"
-    scale = _score_scale(config)
-    query = {"kernel": weights[f"{cross}.query.kernel"] * scale}
-    query["table"] = queries @ query["kernel"] + weights[f"{cross}.query.bias"] * scale
-    folded = {
-        f"{cross}.memory.kernel": np.concatenate(
-            (weights[f"{cross}.key.kernel"], weights[f"{cross}.value.kernel"]), axis=1
-        ),
-        f"{cross}.memory.table": np.concatenate(
-            (
-                positions @ weights[f"{cross}.key.kernel"] + weights[f"{cross}.key.bias"],
-                np.broadcast_to(weights[f"{cross}.value.bias"], positions.shape),
-            ),
-            axis=1,
-        ),
-        **_select_weights(weights, f"{cross}.out", f"{layer}.feed_forward", f"{layer}.norm2", f"{layer}.norm3"),
-    }
-    if is_first:
-        start = _first_self_attention(config, weights, layer)
-        normed = _layer_norm(start, weights, f"{layer}.norm2") if config.pre_norm else start
-        return {**folded, "start": start, f"{cross}.query.table": normed @ query["kernel"] + query["table"]}
-    return {
-        **folded,
-        **{f"{cross}.query.{part}": array for part, array in query.items()},
-        **_joint_projection(config, weights, f"{layer}.self_attention", queries),
-        **_select_weights(weights, f"{layer}.self_attention.out", f"{layer}.norm1"),
-    }
-
-
-def _first_self_attention(config: ActConfig, weights: Arrays, layer: str) -> np.ndarray:
-    """Return the output of the first layer's self-attention and norm for zeros: one row, (d,)."""
-    attention = f"{layer}.self_attention"
-    value = weights[f"{attention}.value.bias"]
-    if config.pre_norm:  # The norm of zeros is its bias.
-        value = weights[f"{layer}.norm1.bias"] @ weights[f"{attention}.value.kernel"] + value
-    out = value @ weights[f"{attention}.out.kernel"] + weights[f"{attention}.out.bias"]
-    return out if config.pre_norm else _layer_norm(out, weights, f"{layer}.norm1")
-
-
-def _layer_norm(x: np.ndarray, weights: Arrays, name: str) -> np.ndarray:
-    centred = x - x.mean(axis=-1, keepdims=True)
-    deviation = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + np.float32(EPSILON))
-    return centred / deviation * weights[f"{name}.scale"] + weights[f"{name}.bias"]
-
-
-def _score_scale(config: ActConfig) -> np.float32:
-    return np.float32(1 / math.sqrt(config.dim_model // config.n_heads))
-
-
-def _backbone(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
-    if config.vision_backbone not in RESNETS:
-        return _select_weights(weights, "backbone")
-    folded = _fold_norm(weights, "backbone.stem", "backbone.stem_norm")
+    if platform != "cpu" or not config.cameras or config.vision_backbone not in RESNETS:
+        return serving
     # All cameras share the kernels, so the largest camera decides.
     height, width = map(max, zip(*config.frames, strict=True))
     for block in plan_blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
-        name = f"backbone.stages.{block.stage}.{block.position}"
         for i, (inputs, size, stride, dilation) in enumerate(block.convolutions):
-            entry = _fold_norm(weights, f"{name}.convolutions.{i}", f"{name}.norms.{i}")
             rows, columns = -(-height // block.scale), -(-width // block.scale)
             fits = vision.count_winograd_bytes(rows, columns, inputs) <= WINOGRAD_BYTES
-            is_plain = (size, stride, dilation) == (3, 1, 1) and inputs >= WINOGRAD_CHANNELS
-            if platform == "cpu" and is_plain and fits:
-                key = f"{name}.convolutions.{i}.kernel"
-                entry[key] = vision.transform_winograd_kernel(entry[key])
-            folded |= entry
-        if block.projects:
-            folded |= _fold_norm(weights, f"{name}.skip", f"{name}.skip_norm")
-    return folded
-
-
-def _fold_norm(weights: Arrays, convolution: str, norm: str) -> dict[str, np.ndarray]:
-    parts: dict[str, Any] = {part: weights[f"{norm}.{part}"] for part in ("scale", "bias", "mean", "variance")}
-    factor = parts["scale"] / np.sqrt(parts["variance"] + np.float32(EPSILON))
-    return {
-        f"{convolution}.kernel": weights[f"{convolution}.kernel"] * factor,
-        f"{convolution}.bias": parts["bias"] - parts["mean"] * factor,
-    }
+            if (size, stride, dilation) == (3, 1, 1) and inputs >= WINOGRAD_CHANNELS and fits:
+                name = f"backbone.stages.{block.stage}.{block.position}.convolutions.{i}.kernel"
+                serving[name] = vision.transform_winograd_kernel(serving[name])
+    return serving
 
 
 # Our prefix to theirs, for linear layers outside the transformer.

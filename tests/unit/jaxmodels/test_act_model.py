@@ -1,4 +1,4 @@
-"""ACT as a module: its loss, and equality of the serving program with the trained model."""
+"""ACT's module, and its forward pass over serving weights."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jaxmodels.layers.vision import measure_feature_map
 from jaxmodels.policies.act import model
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act, act
-from jaxmodels.policies.act.weights import fold
+from jaxmodels.policies.act.weights import prepare
 from jaxmodels.types import Feature, Observation
 from jaxmodels.weights import blueprint_of
 
@@ -54,7 +54,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, monkeypatch) -> None:
+def test_serving_weights_give_the_same_chunk(name: str, small, checkpoint_of, monkeypatch) -> None:
     config = small(**VARIANTS[name])
     if name == "three_large":
         monkeypatch.setattr(model, "STACKED_PIXELS", 0)
@@ -65,19 +65,19 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, mon
     plan = blueprint_of(Act, config)
     weights = jax.device_put(dict(checkpoint.weights))
     wanted = jax.jit(lambda weights, seen: plan.assemble(weights)(seen))(weights, observation)
-    for platform in ("cpu", "gpu"):  # Both kinds of folding run here.
-        folded = jax.device_put(dict(fold(config, checkpoint.weights, platform)))
-        assert not any(key.startswith("latent_encoder") for key in folded)
+    for platform in ("cpu", "gpu"):  # The weights for both platforms run on a CPU.
+        serving = jax.device_put(dict(prepare(config, checkpoint.weights, platform)))
+        assert not any(key.startswith("latent_encoder") for key in serving)
         if platform == "gpu" and name != "resnet18":
             continue
-        found = jax.jit(lambda weights, seen: act(config.architecture(), weights, seen))(folded, observation)
+        found = jax.jit(lambda weights, seen: act(config.architecture(), weights, seen))(serving, observation)
         np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
 @pytest.mark.parametrize(
     ("backbone", "size"), [("small_cnn", (50, 33)), ("resnet18", (75, 101)), ("resnet50", (64, 96))]
 )
-def test_feature_map_has_the_size_that_folding_expects(small, backbone, size) -> None:
+def test_feature_map_has_the_expected_size(small, backbone, size) -> None:
     config = resized(small(cameras=("a",), vision_backbone=backbone), size)
     shape = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)).backbone(jnp.zeros((1, *size, 3)))).shape
     assert shape[1:3] == measure_feature_map(backbone, size)

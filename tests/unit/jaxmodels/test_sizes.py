@@ -114,7 +114,7 @@ def test_memory_estimate_is_near_the_compilers(config: Any) -> None:
 
 
 @pytest.mark.parametrize("config", CALIBRATED.values(), ids=CALIBRATED)
-def test_size_of_serving_weights_is_bounded_before_folding(config: Any) -> None:
+def test_serving_weights_are_bounded_before_they_are_prepared(config: Any) -> None:
     parameters = lerobot_folder.model_blueprint(config).count_parameters()
     assert 0.9 <= (parameters + config.table_numbers) / programs_of(config).count_weights() <= 2.2
 
@@ -310,7 +310,7 @@ def test_free_memory_of_the_device_is_used(free: Any) -> None:
         memory.check_loading(needs, place, shares_memory=False)
 
 
-def test_unfolded_weights_need_memory_only_once(free: Any) -> None:
+def test_unchanged_weights_need_memory_only_once(free: Any) -> None:
     config = get_policy_type("pi05").config({"type": "pi05", **VALUES})
     parameters = lerobot_folder.model_blueprint(config).count_parameters()
     needs = memory.estimate_needs(parameters, parameters, 4, True)
