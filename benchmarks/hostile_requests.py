@@ -180,7 +180,7 @@ class _EmptyHub(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing to say."""

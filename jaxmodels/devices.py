@@ -44,6 +44,7 @@ def find_device(name: str | None) -> Device:
 
 
 def device_name(device: Device) -> str:
+    """Return the name of a device, as in ``cuda:1``."""
     return f"{device.platform}:{device.id}"
 
 

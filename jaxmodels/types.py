@@ -302,6 +302,7 @@ def parse_features(where: str, value: Any) -> tuple[Feature, ...]:
 
 
 def parse_feature(where: str, name: str, entry: Any) -> Feature:
+    """Parse ``{type, shape[, names]}``; raises ConfigError with `where` as its place."""
     if not isinstance(entry, Mapping) or not {"type", "shape"} <= set(entry):
         raise ConfigError(
             f"{where} is {shorten_value(entry)}; wanted an object with type and shape (and perhaps names)"

@@ -123,7 +123,7 @@ class TextFormatter(logging.Formatter):
         record.about = f" [{' '.join(ids)}]" if ids else ""
         return redact_secrets(super().format(record))
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Format the message on one line, so that no client can forge a line."""
         return super().formatMessage(record).translate(_ONE_LINE)
 
@@ -161,7 +161,7 @@ class RotatingLogFile(RotatingFileHandler):
         if self._is_failing and not was_failing:
             sys.stderr.write("robojax: the log file cannot be written; later lines are missing in it\n")
 
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Note that the disk refused a record; ``emit`` calls it."""
         self._is_failing = True
 
@@ -270,7 +270,7 @@ def _ids(record: logging.LogRecord) -> Mapping[str, str]:
 
 
 class LogSettings(Group):
-    """Log"""
+    """Log."""
 
     log_level: Common[Literal["debug", "info", "warning", "error"]] = Field(
         default="info", description="The least that is logged."

@@ -35,7 +35,8 @@ def settings_page() -> str:
         "<!-- Generated from the classes: python -m tools.settings_page > docs/reference/settings.md -->",
     ]
     for group in GROUPS.values():
-        lines += ["", f"## {group.__doc__}", "", "| Flag | Variable | Default | Meaning |", "|---|---|---|---|"]
+        title = (group.__doc__ or "").removesuffix(".")
+        lines += ["", f"## {title}", "", "| Flag | Variable | Default | Meaning |", "|---|---|---|---|"]
         lines += [_row(name, field) for name, field in group.model_fields.items()]
     return "\n".join(lines) + "\n"
 

@@ -214,6 +214,7 @@ def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int, *, end: str = "") -> None:
+    """Write an object as JSON, followed by `end`."""
     path.write_text(json.dumps(value, indent=indent, allow_nan=False) + end)
 
 

@@ -23,8 +23,9 @@ STATISTICS_FRAMES = 1000
 
 
 class Dataset:
-    """Chosen episodes of a LeRobotDataset (version 3.0 or 2.1) in a folder; rows are counted from 0 over these
-    episodes.
+    """Chosen episodes of a LeRobotDataset (version 3.0 or 2.1) in a folder.
+
+    Rows are counted from 0 over these episodes.
 
     Attributes:
         folder: folder of the dataset.

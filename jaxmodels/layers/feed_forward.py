@@ -35,6 +35,7 @@ def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def tanh_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return GELU by its approximation with tanh."""
     return jax.nn.gelu(x, approximate=True)
 
 

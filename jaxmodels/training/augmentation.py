@@ -188,6 +188,7 @@ LUMA = (0.2989, 0.587, 0.114)
 
 
 def brightness(x: Pictures, factor: Numbers) -> Pictures:
+    """Multiply pixels by a factor."""
     return jnp.clip(x * _broadcast(factor), 0, 1)
 
 

@@ -102,7 +102,7 @@ INK, FAINT, RAW, SMOOTH = "#222222", "#dddddd", "#9ec5e8", "#1f5fa8"
 
 
 def draw_curve(metrics: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None:
-    """Draw the loss in ``metrics.jsonl`` as a PNG.
+    r"""Draw the loss in ``metrics.jsonl`` as a PNG.
 
     Example:
         >>> import tempfile

@@ -287,6 +287,7 @@ def detach(model: nnx.Module) -> None:
 
 
 def is_adapted(model: nnx.Module) -> bool:
+    """Return whether a model has an adapter."""
     return next(_iterate_adapted(model), None) is not None
 
 

@@ -169,7 +169,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
             option = typer.Option(
                 *(flags if field.json_schema_extra else ()),
                 help=f"{field.description}{more}",
-                rich_help_panel=group.__doc__,
+                rich_help_panel=(group.__doc__ or "").removesuffix("."),
                 metavar=metavar,
                 show_default=False,
                 hidden=Mark.COMMON not in field.metadata,

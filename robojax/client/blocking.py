@@ -31,7 +31,7 @@ class Suspending:
     is_async = True
 
 
-class shared_call(Generic[P, T]):
+class shared_call(Generic[P, T]):  # noqa: N801
     """Decorator of a coroutine method that defines one call of a synchronous and of an asynchronous class.
 
     In subclasses of ``Suspending``, the call is the coroutine method. In subclasses of ``Blocking``, it is a function

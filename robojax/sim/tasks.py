@@ -41,7 +41,7 @@ class CubePosition(NamedTuple):
 
     @property
     def centre(self) -> tuple[float, float]:
-        """x and y in metres; the arm reaches towards -y."""
+        """Position (x, y) in metres; the arm reaches towards -y."""
         return self.radius * np.sin(self.bearing), -self.radius * np.cos(self.bearing)
 
 

@@ -205,10 +205,9 @@ async def delete_recording(request: Request, name: str) -> HTTPResponse:
 
 @ADJUST_ROUTES.add("PATCH", "/sessions/{session_id}", body=AdjustRequest, errors=(404, 409), role=Role.OPERATOR)
 async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
-    """Change the instruction, the overlap of chunks or the times of inferences from the next chunk on, without a missed
-    tick.
+    """Change the instruction, the overlap of chunks or the times of inferences from the next chunk on.
 
-    Omitted fields stay as they are, and null restores the default. The session keeps the new values.
+    No tick is missed. Omitted fields stay as they are, and null restores the default. The session keeps the new values.
     """
     sessions = request.app.ctx.sessions
     session = get_visible_session(request, session_id)

@@ -9,7 +9,7 @@ from service.state import state_folder
 
 
 class AccessSettings(Group):
-    """Access"""
+    """Access."""
 
     insecure: Common[bool] = Field(
         default=False,

@@ -13,7 +13,7 @@ Frozen = Literal["warn", "hold", "stop"]  # Treatment of a robot with a frozen c
 
 
 class SafetySettings(Group):
-    """Safety"""
+    """Safety."""
 
     safety: Common[Mode] = Field(
         default="clamp",
@@ -71,7 +71,7 @@ class SafetySettings(Group):
 
 
 class ControlSettings(Group):
-    """Control loop"""
+    """Control loop."""
 
     rate: Common[FiniteFloat] = Field(
         default=20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."

@@ -8,7 +8,7 @@ from service.setting_types import Address, Amounts, Common, DatabaseUrl, Group, 
 
 
 class ClusterSettings(Group):
-    """Cluster"""
+    """Cluster."""
 
     engine: Common[Where] = Field(
         default="local",

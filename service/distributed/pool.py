@@ -120,8 +120,10 @@ class Pool:
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
-        """Register a server and start the engines; returns in which options it differs from an earlier server, or an
-        empty text.
+        """Register a server and start the engines.
+
+        Returns:
+            In which options it differs from an earlier server; an empty text if in none.
         """
         self._fronts[front] = time.monotonic()
         if self._task is None:

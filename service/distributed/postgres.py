@@ -68,7 +68,6 @@ class Postgres:
             DatabaseUnavailable: it is not known to be done.
             DatabaseUnusable: the database is another version's, or the URL is wrong.
         """
-
         # It is done whole though the caller is cancelled.
         running = asyncio.run_coroutine_threadsafe(self._run(timeout, transaction, arguments), self._loop)
         return await asyncio.shield(asyncio.wrap_future(running))

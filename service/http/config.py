@@ -6,7 +6,7 @@ from service.setting_types import Common, Group, Names, Seconds
 
 
 class LimitSettings(Group):
-    """Limits"""
+    """Limits."""
 
     max_sessions: int = Field(default=64, ge=1, le=4096, description="Sessions at a time.")
     max_cameras: int = Field(default=8, ge=1, le=64, description="Cameras per session.")
@@ -35,7 +35,7 @@ class LimitSettings(Group):
 
 
 class ServerSettings(Group):
-    """Server"""
+    """Server."""
 
     host: Common[str] = Field(
         default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, and wants a key."
@@ -72,7 +72,7 @@ def format_url(host: str, port: int) -> str:
 
 
 class TransportSettings(Group):
-    """Rooms"""
+    """Rooms."""
 
     embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
     transport_hosts: Common[Names] = Field(

@@ -9,7 +9,7 @@ from service.setting_types import Common, Counts, Group, Names, Private, Seconds
 
 
 class PolicySettings(Group):
-    """Policies"""
+    """Policies."""
 
     device: Common[str | None] = Field(
         default=None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice."
@@ -77,7 +77,7 @@ class PolicySettings(Group):
 
 
 class ModelSettings(Group):
-    """Models"""
+    """Models."""
 
     models: Common[Private[Sources]] = Field(
         default={},

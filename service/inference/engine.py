@@ -278,7 +278,6 @@ class Engine:
 
     async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
         """Run one low-priority inference for no robot; returns the chunk and its seconds. Raises PolicyFailed."""
-
         named = loaded.to_own_names(observation)
 
         def infer() -> tuple[np.ndarray, float]:

@@ -267,7 +267,7 @@ class Recorder:
 
 
 class RecordingSettings(Group):
-    """Recordings"""
+    """Recordings."""
 
     recordings: Common[Private[str | None]] = Field(
         default=None, description="Folder that recordings of sessions go to; default: recordings in the state folder."

@@ -27,7 +27,7 @@ class DeploymentSettings:
 
 
 class UpdateSettings(Group):
-    """Policy updates"""
+    """Policy updates."""
 
     update_quiet: Seconds = Field(
         default=20.0, description="Seconds without another push after which a push is looked at; a publish is several."
@@ -71,7 +71,7 @@ class UpdateSettings(Group):
 
 
 class WebhookSettings(Group):
-    """Webhooks"""
+    """Webhooks."""
 
     state: Common[Private[str | None]] = Field(
         default=None,

@@ -290,8 +290,10 @@ class FolderSource:
         return None
 
     async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
-        """Copy the folder; the copy is hashed again, so that one torn by a writer is refused with
-        ``changed_meanwhile``.
+        """Copy the folder and hash the copy, because a program may write to the folder meanwhile.
+
+        Raises:
+            PolicyError: ``changed_meanwhile``: the hashes differ.
         """
         on_progress("copying")
         return await self._run_in_thread(repo, lambda: self._copy(Path(repo), sha))

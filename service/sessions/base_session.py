@@ -23,7 +23,7 @@ _CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
 
 
 # A docstring would change the specified document.
-class SessionStatusResponse(BaseModel):
+class SessionStatusResponse(BaseModel):  # noqa: D101
     session_id: str
     status: str
     policy_path: str

@@ -156,6 +156,7 @@ _linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # 
 
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+    """Return a linear layer with LeRobot's initial weights."""
     return nnx.Linear(inputs, outputs, kernel_init=_linear_init, rngs=rngs)
 
 
