@@ -83,8 +83,8 @@ async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
 async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Deploy a revision of its policy to a session.
 
-    The server fetches it by commit, verifies, compiles and tests it in parallel to the running policy, which it replaces
-    at a chunk boundary without a missed tick.
+    The server fetches it by commit, verifies, compiles and tests it in parallel to the running policy, and replaces
+    that at a chunk boundary without a missed tick.
 
     The default revision is the staged one, else the newest of the session's branch or tag. Older commits are allowed.
     The response comes when the session runs the policy or refused it, as `result` says. `GET
