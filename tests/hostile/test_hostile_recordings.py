@@ -163,8 +163,7 @@ def test_false_sizes_in_a_file_are_refused(tmp_path: Path, claim: str) -> None:
     path = tmp_path / "a.mcap"
     path.write_bytes(build())
     source = McapSource(path)
-    # As if the file had been closed properly.
-    source.outcome = mcap_files.RecordingOutcome("off")
+    source.outcome = mcap_files.RecordingOutcome("off")  # As if the file had been closed.
     found, said = [], ""
     tracemalloc.start()
     try:

@@ -92,7 +92,5 @@ async def test_stop_during_a_blocked_loop_precedes_any_command(server) -> None:
     showing.cancel()
     await until(lambda: bool(answers))
     assert answers == [200]
-    assert len([one for one in link.sent[sent:stopped] if one.values != POSE]) <= 2, (
-        "the stop takes effect within 20 ms and a tick"
-    )
+    assert len([one for one in link.sent[sent:stopped] if one.values != POSE]) <= 2, "the stop acts within 20 ms"
     assert all(one.values == POSE for one in link.sent[stopped:]), "only the hold follows the stop"

@@ -212,8 +212,7 @@ def test_model_in_bfloat16_returns_float32(folder, loaded):
 
 def test_unloadable_model_is_refused_with_the_reason(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
-    # It is not read as a subfolder of the repo `parent/folder`.
-    with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+    with pytest.raises(HubError, match="neither a folder here nor a repo id"):  # Not a subfolder of a repo.
         is_model(f"{folder.parent.name}/{folder.name}/mistyped")
     for error, words, path, options in (
         (HubError, "neither a folder here nor a repo id", tmp_path / "nothing", {}),

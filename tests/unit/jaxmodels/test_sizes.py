@@ -311,6 +311,5 @@ def test_unfolded_weights_need_memory_only_once(free: Any) -> None:
     free(20 * GB)
     memory.check_loading(needs, find_placement("cpu"), shares_memory=True)
     needs = memory.estimate_needs(parameters, parameters, 2, True)
-    # The program has a second copy of the weights.
-    with pytest.raises(ConfigError, match=r"needs about 22\.8 GB of memory"):
+    with pytest.raises(ConfigError, match=r"needs about 22\.8 GB of memory"):  # The program copies the weights.
         memory.check_loading(needs, find_placement("cpu"), shares_memory=False)

@@ -96,8 +96,7 @@ def test_statistics_are_read_or_computed_for_selected_episodes(copy):
     edit_json(folder / "meta/stats.json", action=wrong)
     found = open_dataset(folder).statistics()["action"]
     assert found["mean"].tolist() == [7, 8]
-    # The written statistics lack it.
-    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)  # Not in the file.
 
 
 @pytest.mark.parametrize("options", [{"g": "250"}, {"g": "250", "bf": "3"}, {"g": "1"}], ids=str)
