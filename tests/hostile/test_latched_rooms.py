@@ -172,7 +172,7 @@ async def test_stranger_cannot_move_the_robot_of_a_session(stage: str) -> None:
             assert [one for one in made.got if not one.items() <= POSE.items()] == []
             if stage != "deleted":
                 assert made.stats["refused_at_room"]["robot_taken"] >= 12
-                assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may stop, at any time"
+                assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may always stop the robot"
 
 
 async def test_room_passes_only_commands_of_its_session_in_range(moving: Scene) -> None:
@@ -216,7 +216,7 @@ async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) ->
         assert heard[0]["data"] == {}
         await made.ask("/debug/sessions/arm/reset")
         await made.ask("/sessions/arm/restart")
-        assert made.link._output.participant_id, "the session itself gets in"
+        assert made.link._output.participant_id, "the session joins its own room"
 
 
 async def test_rooms_without_a_session_keep_the_wire_rules() -> None:

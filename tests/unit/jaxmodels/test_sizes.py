@@ -280,7 +280,7 @@ def test_free_memory_follows_the_tightest_limit(machine: Path, monkeypatch: pyte
     assert memory.get_free_host_memory() == 2 * GB - 1_024_000_000
     (group / "memory.current").write_text(f"{9 * GB}\n")
     assert memory.get_free_host_memory() == 0
-    # Without these files, a machine has no limit.
+    # A machine without these files has no limit.
     shutil.rmtree(machine / "proc")
     assert memory.get_free_host_memory() is None
 

@@ -79,7 +79,7 @@ def test_statistics_of_numbers_equal_numpy(folder):
     assert found["count"] == [ROWS]
 
 
-def test_statistics_of_pictures_are_those_of_their_pixels(folder):
+def test_statistics_of_pictures_are_computed_from_pixels(folder):
     found = open_dataset(folder).statistics()[FRONT]
     pixels = frames(range(ROWS)) / 255
     for name, value in (("mean", pixels.mean()), ("std", pixels.std()), ("min", pixels.min()), ("max", pixels.max())):
