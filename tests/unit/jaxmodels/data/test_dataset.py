@@ -119,7 +119,7 @@ def test_fingerprint_depends_on_files_and_episodes(copy):
 
 def test_invalid_requests_are_refused(folder):
     dataset = open_dataset(folder)
-    for ask, said in (
+    for ask, message in (
         (lambda: dataset.vectors("reward"), "it has observation.state"),
         (lambda: dataset.vectors(FRONT), "is a camera; call frames"),
         (lambda: dataset.frames("action", np.array([0])), "is not a camera"),
@@ -127,7 +127,7 @@ def test_invalid_requests_are_refused(folder):
         (lambda: open_dataset(folder, episodes=[]), "wanted some of 0 to 2"),
         (lambda: open_dataset(folder, revision="main"), "a revision is of a repo"),
     ):
-        with pytest.raises(DatasetError, match=said):
+        with pytest.raises(DatasetError, match=message):
             ask()
     with pytest.raises(IndexError, match="there are 0 to 19"):
         dataset.frames(FRONT, np.array([20]))
