@@ -95,8 +95,7 @@ async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "WEBHOOK_SECRET": SECRET,
         "ROBOJAX_UPDATE_QUIET": "1",
         "ROBOJAX_UPDATE_PROBATION": "3",
-        # A pause of this machine during the trial must not count against the policy.
-        "ROBOJAX_UPDATE_SLOW": "100",
+        "ROBOJAX_UPDATE_SLOW": "100",  # A pause of this machine during the trial does not count.
         "ROBOJAX_UPDATE_POLL": "0",
         "ROBOJAX_STATE": str(tmp_path / "state"),
     }.items():

@@ -11,8 +11,7 @@ from pathlib import Path
 PERIOD = 0.01
 LOOK = 5  # Periods between measurements of the waiting time of processes.
 WAY = 1.0  # Seconds within which an event has passed each process.
-# A pause of this many seconds may cause a hold: a frame may be 0.3 s old, and frames arrive every 0.04 s.
-PAUSE = 0.2
+PAUSE = 0.2  # Seconds of a pause that may cause a hold: frames arrive every 0.04 s and may be 0.3 s old.
 
 
 class Meter:
@@ -79,8 +78,7 @@ class Meter:
             while first + 1 < len(looks) and looks[first + 1][0] <= max(since, at - WAY):
                 first += 1
             worst = max(worst, waited - looks[first][1])
-            # The first measurement afterwards includes all earlier waits.
-            if at >= until:
+            if at >= until:  # This measurement includes all earlier waits.
                 break
         return worst
 

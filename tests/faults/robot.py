@@ -54,8 +54,7 @@ class ClockPose:
         steps = np.array(offsets) / STEP
         step = round(float(steps[:-1].mean()))
         if step == 0 and 0 <= steps[-1] <= CHUNK:
-            # A hold keeps the jaw at its last command, between two joined actions.
-            steps[-1] = 0
+            steps[-1] = 0  # A hold keeps the jaw at its last command, between two actions.
         if not 0 <= step <= CHUNK or np.abs(steps - step).max() > 0.1:
             return None
         observed_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED

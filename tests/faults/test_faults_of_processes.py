@@ -241,9 +241,7 @@ async def test_f22_emergency_stop_of_a_blocked_server_survives_a_kill(
     await arm.moves()
 
 
-async def test_f25_running_compiles_no_programs(
-    own: ExitStack, arms: Make, tmp_path: Path, moment: random.Random
-) -> None:
+async def test_f25_running_does_not_compile(own: ExitStack, arms: Make, tmp_path: Path, moment: random.Random) -> None:
     """A real policy on the real server moves at its rate; no program is compiled during `running`."""
     real = own.enter_context(server(tmp_path / "real", scripted=False, env={"JAX_LOG_COMPILES": "1"}))
     arm: Arm = await arms(real, None)

@@ -14,7 +14,7 @@ class PushedPolicy(script.FollowedPolicy):
     """Policy that keeps the script that was in its folder when it was loaded."""
 
     def _look(self) -> dict[str, Any]:
-        return self._told or super()._look()
+        return self._order or super()._look()
 
 
 if __name__ == "__main__":

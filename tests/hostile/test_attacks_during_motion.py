@@ -61,15 +61,9 @@ def language(golden_folder: Callable[[str], Path], tmp_path: Path) -> Path:  # n
     return Path(shutil.copytree(golden_folder("smolvla_two_cameras"), tmp_path / "language"))
 
 
-def double_letters(folder: Path) -> None:
-    """Make the tokenizer's normalizer double every letter 24 times."""
-    step = {"type": "Replace", "pattern": {"String": "c"}, "content": "cc"}
-    edit_json(folder / TOKENIZER, normalizer={"type": "Sequence", "normalizers": [step] * 24})
-
-
-def double_a_letter(folder: Path) -> None:
-    """Make the normalizer double a letter 24 times that occurs in none of the loader's trial texts."""
-    step = {"type": "Replace", "pattern": {"Regex": "q"}, "content": "qq"}
+def double(folder: Path, pattern: str = "String", letter: str = "c") -> None:
+    """Make the tokenizer's normalizer double a letter 24 times."""
+    step = {"type": "Replace", "pattern": {pattern: letter}, "content": 2 * letter}
     edit_json(folder / TOKENIZER, normalizer={"type": "Sequence", "normalizers": [step] * 24})
 
 
@@ -148,7 +142,7 @@ def expect_refusal(status: int, found: Any, file: str) -> None:
     assert file in problem["msg"]
 
 
-@pytest.mark.parametrize("spoil", [double_letters, split_slowly])
+@pytest.mark.parametrize("spoil", [double, split_slowly])
 async def test_tokenizer_bomb_is_refused_by_name_during_motion(fleet: Fleet, language: Path, spoil: Any) -> None:
     spoil(language)
     status, found = await create(fleet, "bomb", {"policy_path": str(language), **LANGUAGE})
@@ -174,7 +168,7 @@ async def test_pushed_tokenizer_bomb_leaves_the_old_policy_running(fleet: Fleet,
         name = await fleet.add_robot(stack, **following)
         async with undisturbed(fleet):
             await asyncio.sleep(1.2)  # The server looks at the folder once a second.
-            double_letters(language)
+            double(language)
             (pushed,) = await until(lambda: ended_deployments(fleet))
         assert pushed["result"] == "rejected"
         assert "vlm/tokenizer.json" in json.dumps(pushed)
@@ -187,7 +181,7 @@ async def ended_deployments(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 async def test_instruction_bomb_is_refused_during_motion(fleet: Fleet, language: Path) -> None:
-    double_a_letter(language)
+    double(language, "Regex", "q")  # None of the trial texts of the loader has this letter.
     body = {"session_id": "patched", "policy_path": str(language), "transport_server_url": "direct", **LANGUAGE}
     await fleet.call("POST", "/sessions", body)
     change = {"language_instruction": "a quick pick"}

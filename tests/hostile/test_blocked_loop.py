@@ -82,10 +82,10 @@ async def _until_logged(place: Place, since: int, text: str) -> str:
 
 async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
     """Return the time at which the robot's side held the arm, as the follower receives its motion."""
-    heard, pose = len(arm.history.commands), dict.fromkeys(map(normalize_joint_name, JOINTS), 0.0)
+    received, pose = len(arm.history.commands), dict.fromkeys(map(normalize_joint_name, JOINTS), 0.0)
     while (now := time.monotonic()) < until:
-        for command in arm.history.commands[heard:]:
-            heard += 1
+        for command in arm.history.commands[received:]:
+            received += 1
             follower.command(command.values, command.at)
         follower.compute_goal(pose, now)
         if follower.commands and follower.hold is not None:

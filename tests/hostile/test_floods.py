@@ -100,8 +100,7 @@ async def server_with_a_session():
         for number in range(SOCKETS):
             await made.call("POST", "/robotics/workspaces/w/rooms", json={"room_id": f"r{number}"})
         gc.collect()
-        # A server freezes its objects after its first load. Scanning all modules that tests import takes 0.2 s.
-        gc.freeze()
+        gc.freeze()  # A server does this, too. Scanning the modules that tests import takes 0.2 s.
         try:
             yield made.app, made.url
         finally:

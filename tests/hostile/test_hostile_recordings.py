@@ -163,22 +163,21 @@ def test_false_sizes_in_a_file_are_refused(tmp_path: Path, claim: str) -> None:
     path = tmp_path / "a.mcap"
     path.write_bytes(build())
     source = McapSource(path)
-    # As if the file had been closed properly.
-    source.outcome = mcap_files.RecordingOutcome("off")
-    found, said = [], ""
+    source.outcome = mcap_files.RecordingOutcome("off")  # As if the file had been closed.
+    found, message = [], ""
     tracemalloc.start()
     try:
         found = list(source.steps())
     except RecordingError as error:
-        said = str(error)
+        message = str(error)
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < ENOUGH
     assert found == []
-    said = said or source.damage or ""
-    assert "a.mcap" in said
-    assert words in said
+    message = message or source.damage or ""
+    assert "a.mcap" in message
+    assert words in message
 
 
 @pytest.mark.parametrize(
@@ -287,17 +286,17 @@ def test_pipe_is_never_read(tmp_path: Path) -> None:
 
 
 def test_control_characters_are_not_printed(tmp_path: Path) -> None:
-    said = "\x1b]0;owned\x07\x1b[2J\u202egnp"
+    text = "\x1b]0;owned\x07\x1b[2J\u202egnp"
     path = tmp_path / "a.mcap"
-    path.write_bytes(built(about=subject(session_id=said, task=said, cameras=()).to_metadata()))
+    path.write_bytes(built(about=subject(session_id=text, task=text, cameras=()).to_metadata()))
     shown = CliRunner().invoke(command, ["info", str(path)]).output
     assert "owned" in shown
-    assert not set(said[:1] + "\x07\u202e") & set(shown)
+    assert not set(text[:1] + "\x07\u202e") & set(shown)
 
 
 def test_truncated_file_is_read_up_to_its_end_and_reports_it(record, tmp_path: Path) -> None:
     whole = record(episodes=1, size=(16, 16), cameras=()).read_bytes()
-    cut, counts, said = tmp_path / "cut.mcap", set(), set()
+    cut, counts, named = tmp_path / "cut.mcap", set(), set()
     # Each byte of the end, where records are short; before that, a step that meets each kind of position.
     sizes = [*range(0, len(whole) - 400, 61), *range(len(whole) - 400, len(whole))]
     for size in sizes:
@@ -305,19 +304,19 @@ def test_truncated_file_is_read_up_to_its_end_and_reports_it(record, tmp_path: P
         try:
             source = McapSource(cut)
         except RecordingError as error:
-            said.add("cut.mcap" in str(error))
+            named.add("cut.mcap" in str(error))
             continue
         counts.add(len(list(source.steps())))
         assert not source.info.is_whole
         assert source.outcome.state == "interrupted"
     assert counts <= {0, 12}
-    assert said == {True}
+    assert named == {True}
 
 
 def test_changed_byte_is_detected_or_has_no_effect(record, tmp_path: Path) -> None:
     path = record(episodes=1, size=(16, 16))
     whole, dice = path.read_bytes(), random.Random(0)
-    flipped, said = tmp_path / "flipped.mcap", 0
+    flipped, detected = tmp_path / "flipped.mcap", 0
     for _ in range(300):
         content = bytearray(whole)
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
@@ -326,12 +325,12 @@ def test_changed_byte_is_detected_or_has_no_effect(record, tmp_path: Path) -> No
             source = McapSource(flipped)
             steps = list(source.steps())
         except RecordingError:
-            said += 1
+            detected += 1
         else:
-            is_said = source.damage is not None or not source.info.is_whole
-            assert len(steps) == 12 or is_said or len(steps) == 0
-            said += is_said
-    assert said > 100
+            is_reported = source.damage is not None or not source.info.is_whole
+            assert len(steps) == 12 or is_reported or len(steps) == 0
+            detected += is_reported
+    assert detected > 100
 
 
 KILLED = """

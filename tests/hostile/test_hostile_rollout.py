@@ -17,10 +17,8 @@ from tests.faults.processes import Process, process
 
 QUICK = {
     "ROBOJAX_UPDATE_QUIET": "0.2",
-    # A failure ends a policy long before its probation ends, even if this process is late.
-    "ROBOJAX_UPDATE_PROBATION": "6",
-    # On a busy machine, slow inferences are no reason for a rollback.
-    "ROBOJAX_UPDATE_SLOW": "100",
+    "ROBOJAX_UPDATE_PROBATION": "6",  # Long enough to fail before its end on a slow machine.
+    "ROBOJAX_UPDATE_SLOW": "100",  # Slow inferences on a busy machine cause no rollback.
     "ROBOJAX_UPDATE_POLL": "0",
     "ROBOJAX_STUCK_AFTER": "2",
 }

@@ -237,7 +237,7 @@ def run_by_work(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("cost", [0.0001, 0.001], ids=["packets of video", "packets made to be slow"])
+@pytest.mark.parametrize("cost", [0.0001, 0.001], ids=["packets of video", "slow packets"])
 def test_media_floods_delay_neither_the_loop_nor_other_cameras(run_by_work, cost):
     async def main(work: Selector) -> None:
         floods = [Wire(work, f"10.0.0.{number}", cost) for number in range(4)]
@@ -404,7 +404,7 @@ async def test_second_handshake_is_refused(monkeypatch):
             pair.transport._ssl.do_handshake()
         await pair.transport._write_ssl()
         await asyncio.sleep(0.1)
-    assert 22 not in sent, "a handshake record"
+    assert 22 not in sent, "no handshake record is sent"
     assert pair.server.state == "connected"
     assert await pair.is_seen(70)
     await pair.close()
@@ -511,7 +511,7 @@ def test_jump_in_sequence_numbers_takes_bounded_time(monkeypatch):
     assert nacks.add(RtpPacket(sequence_number=30_000))
     assert nacks.missing == set(range(29_872, 30_000))
     assert len(steps) < 200
-    assert not nacks.add(RtpPacket(sequence_number=30_002)), "one report follows another after 5 ms"
+    assert not nacks.add(RtpPacket(sequence_number=30_002)), "the next report is due after 5 ms"
     assert not nacks.add(RtpPacket(sequence_number=29_990))
     now += 0.01
     assert nacks.add(RtpPacket(sequence_number=30_003))

@@ -172,7 +172,7 @@ async def test_stranger_cannot_move_the_robot_of_a_session(stage: str) -> None:
             assert [one for one in made.got if not one.items() <= POSE.items()] == []
             if stage != "deleted":
                 assert made.stats["refused_at_room"]["robot_taken"] >= 12
-                assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may stop, at any time"
+                assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may always stop the robot"
 
 
 async def test_room_passes_only_commands_of_its_session_in_range(moving: Scene) -> None:
@@ -211,12 +211,12 @@ async def test_seat_is_kept_during_reconnection_and_after_a_restart(tmp_path) ->
         await over_a_socket(made, "/api", NEAR, "producer", "joint_update")
         async with made.http.ws_connect(made.url + OUTPUT + "/ws") as there:
             await there.send_json({"participant_id": "robot", "role": "consumer"})
-            heard = [await there.receive_json(timeout=30) for _ in range(3)]
-        assert [one["type"] for one in heard] == ["state_sync", "joined", "emergency_stop"]
-        assert heard[0]["data"] == {}
+            received = [await there.receive_json(timeout=30) for _ in range(3)]
+        assert [one["type"] for one in received] == ["state_sync", "joined", "emergency_stop"]
+        assert received[0]["data"] == {}
         await made.ask("/debug/sessions/arm/reset")
         await made.ask("/sessions/arm/restart")
-        assert made.link._output.participant_id, "the session itself gets in"
+        assert made.link._output.participant_id, "the session joins its own room"
 
 
 async def test_rooms_without_a_session_keep_the_wire_rules() -> None:
@@ -306,8 +306,8 @@ async def test_session_keeps_and_returns_its_room_on_a_rooms_server() -> None:
             assert (await there.receive_json(timeout=30))["message"].startswith("Cannot join room")
         async with http.ws_connect(f"{rooms}{OUTPUT}/ws") as there:
             await there.send_json({"participant_id": "robot", "role": "consumer"})
-            while (heard := await there.receive_json(timeout=30))["type"] != "emergency_stop":
+            while (received := await there.receive_json(timeout=30))["type"] != "emergency_stop":
                 pass
-            assert heard["reason"] == "asked for over HTTP"
+            assert received["reason"] == "asked for over HTTP"
         await made.call("DELETE", "/sessions/arm")
         assert await command() == 200

@@ -258,8 +258,10 @@ class Generator:
         length = chance.choice((0, 10, 1 << 20, (1 << 24) - 1))
         message = bytes([chance.randrange(25)]) + length.to_bytes(3, "big") + chance.randbytes(chance.randrange(200))
         kind, epoch = chance.choice((20, 21, 22, 22, 23, 24, 63)), chance.choice((0, 1, 2, 65535))
-        said = chance.choice((len(message), len(message), 65535))
-        head = struct.pack("!BHHHIH", kind, chance.choice((0xFEFD, 0xFEFF, 0)), epoch, 0, chance.randrange(100), said)
+        announced = chance.choice((len(message), len(message), 65535))
+        head = struct.pack(
+            "!BHHHIH", kind, chance.choice((0xFEFD, 0xFEFF, 0)), epoch, 0, chance.randrange(100), announced
+        )
         return head + message
 
     def datagram(self) -> bytes:

@@ -19,8 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 assert len(NAMES) == 5
 pytestmark = pytest.mark.fully_compiled
-# Share of the largest magnitude; another order of float32 summation gives about 2e-6.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # Share of the largest magnitude; another order of float32 summation gives about 2e-6.
 
 
 def steps(name: str):

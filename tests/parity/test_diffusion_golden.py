@@ -25,8 +25,7 @@ NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 pytestmark = pytest.mark.fully_compiled
 # The program runs once and has hundreds of tensors, so optimizing it takes longer than it saves.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Share of the largest magnitude; the same weights in other torch kernels differ by 3e-6.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4  # Share of the largest magnitude; the same weights in other torch kernels differ by 3e-6.
 
 
 def chunks(name: str):

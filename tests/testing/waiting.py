@@ -20,7 +20,7 @@ async def until(claim: Callable[[], Found | Awaitable[Found]], within: float = 3
     return found
 
 
-def wait_until(claim: Callable[[], Found], within: float = 30.0) -> Found:
+def wait_until(claim: Callable[[], Found], within: float = 60.0) -> Found:
     """Return the value of ``claim`` as soon as it is true, for tests without an event loop."""
     end = time.monotonic() + within
     while not (found := claim()):

@@ -50,20 +50,18 @@ async def opened(browser, server, viewport=DESK, *, troubles: tuple[str, ...] = 
     context = await browser.new_context(viewport=viewport, **more)
     page = await context.new_page()
     page.set_default_timeout(WAIT)
-    logged, requested = [], []
+    logged, urls = [], []
     page.on("console", lambda message: logged.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: logged.append(str(error)))
     page.on("dialog", lambda dialog: logged.append(f"dialog {dialog.message}"))
-    page.on("request", lambda request: requested.append(request.url))
-    page.on("websocket", lambda socket: requested.append(socket.url))
+    page.on("request", lambda request: urls.append(request.url))
+    page.on("websocket", lambda socket: urls.append(socket.url))
     try:
         await page.goto(server.url + "/ui")
         if is_live:
             await page.wait_for_selector("#link[data-state=live]")
         yield page
-        assert {urlsplit(url).netloc for url in requested if not url.startswith("blob:")} == {
-            urlsplit(server.url).netloc
-        }
+        assert {urlsplit(url).netloc for url in urls if not url.startswith("blob:")} == {urlsplit(server.url).netloc}
         assert [text for text in logged if not any(trouble in text for trouble in troubles)] == []
     finally:
         await context.close()

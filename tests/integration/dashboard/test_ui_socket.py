@@ -112,17 +112,14 @@ async def test_pictures_are_jpegs_and_encoded_only_for_open_pages(server):
     arm.is_seeing, made = True, live.pictures.encoded
     await asyncio.sleep(0.3)
     assert live.pictures.encoded == made
-    assert not server.app.ctx.sessions.get("arm")._observers.attached, (
-        "the session has no observer after the page closed"
-    )
+    assert not server.app.ctx.sessions.get("arm")._observers.attached, "a closed page leaves an observer"
 
 
 async def test_encoding_all_pictures_takes_a_small_part_of_a_core(server, monkeypatch):
     await server.create()
     pictures = server.app.ctx.live.pictures
     encode = pictures._encode
-    # As if encoding a frame took 20 ms.
-    monkeypatch.setattr(pictures, "_encode", lambda frames: (encode(frames)[0], 0.02))
+    monkeypatch.setattr(pictures, "_encode", lambda frames: (encode(frames)[0], 0.02))  # Seconds per frame.
     async with opened(server) as page:
         await page.say(type="look", session="arm", pictures=True)
         began = asyncio.get_running_loop().time()

@@ -387,17 +387,12 @@ async def test_unreadable_record_does_not_prevent_a_start(servers: Servers) -> N
     assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
 
 
-async def test_second_server_with_the_same_name_does_not_start(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_second_server_of_one_name_does_not_start(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     await servers.a.create("arm")
     monkeypatch.setattr(peers, "LEASE", 0.0)
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
     # Another address: it asks server a. The same address: it reads the heartbeat.
-    for url in (
-        servers.b.url,
-        servers.a.front.url,
-    ):
+    for url in (servers.b.url, servers.a.front.url):
         await servers.a.front._beat()
         twin = servers.another("a", url, servers.b)
         with pytest.raises(FrontNameTaken, match=r"another server has the name a.*--front-name"):

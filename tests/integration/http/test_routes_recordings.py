@@ -76,9 +76,7 @@ async def test_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, mo
         feeding.cancel()
         (one,) = await until(server, lambda found: found[0]["dataset"] == "ready")
         assert begun_in
-        assert threading.main_thread() not in begun_in, (
-            "starting a process on the main thread would block the loop and the ticks"
-        )
+        assert threading.main_thread() not in begun_in, "this would block the ticks of all robots"
         assert (one["state"], one["episodes"]) == ("off", 2)
         assert one["bytes"] > 1000
         assert str(tmp_path) not in json.dumps(one)

@@ -202,8 +202,7 @@ async def test_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, re
 async def test_policy_that_cannot_read_the_instruction_is_refused(rig: Rig) -> None:
     reads = replace(SO100_REQUIREMENTS, language=True)
     rig.policies["owner/name"] = ScriptedPolicy(reads, commit=SHA)
-    # The session has no observation yet.
-    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))
+    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))  # Without an observation.
     verdict = await rig.prepare(ScriptedPolicy(reads, unreadable="lift"))
     assert (verdict.reason, session.policies.staged) == ("policy_failed", None)
     assert "no instruction" in verdict.text
@@ -292,8 +291,7 @@ async def test_bad_policy_is_refused_while_the_old_runs(policy: ScriptedPolicy, 
         # A slow first inference would raise the reference for all later ones.
         usual = session.robot_io.runner.seconds["total"]
         await until(lambda: (usual.percentile(90) or 0.0) < 0.05)
-        # A busy machine may cost some ticks, but not each time.
-        while not missed or (missed[-1] > 1 and len(missed) < 5):
+        while not missed or (missed[-1] > 1 and len(missed) < 5):  # A busy machine may miss some ticks.
             before, kept_waiting = session.robot_io.controller.missed_ticks, LostTicks(pauses)
             verdict = await rig.prepare(policy)
             missed.append(session.robot_io.controller.missed_ticks - before - kept_waiting.ticks)

@@ -172,8 +172,7 @@ async def test_silent_peer_is_asked_for_a_new_offer(both, seen, quick, until):
 async def test_failed_peer_is_asked_for_a_new_offer(both, seen, until):
     async with both("front") as (_, robot):
         await show_and_see(robot, seen, until, RED)
-        # This sends a goodbye.
-        await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()
+        await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()  # A goodbye.
         await show_and_see(robot, seen, until, GREEN, within=5)
 
 

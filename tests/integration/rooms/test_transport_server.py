@@ -123,8 +123,7 @@ async def test_invalid_frame_frees_the_participant(caller, caplog):
 
 async def test_refused_client_can_read_the_reason_while_sending(raw):
     raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 2 << 20))  # Too large and mostly unsent.
-    # Closing a connection with unread data resets it, and the client loses the reason.
-    for _ in range(20):
+    for _ in range(20):  # Closing a connection with unread data would reset it, and the reason would be lost.
         raw.writer.write(b" " * 65536)
         await raw.writer.drain()
         await asyncio.sleep(0.01)

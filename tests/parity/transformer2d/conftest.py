@@ -204,19 +204,17 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
 
     plan = blueprint(lambda rngs: Transformer2DModel(**config, **options, rngs=rngs))
     weights = {}
-    for name, expected in plan.shapes.items():
+    for name, leaf in plan.shapes.items():
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        x = rng.standard_normal(expected.shape)
+        x = rng.standard_normal(leaf.shape)
         if name.endswith("kernel"):
             is_fused = name.endswith(("to_qkv.kernel", "to_kv.kernel"))  # (layer, inputs, parts, width)
             is_patch = name == "pos_embed.proj.kernel"  # (rows, columns, channels, width)
-            inputs = (
-                expected.shape[-3] if is_fused else np.prod(expected.shape[:-1]) if is_patch else expected.shape[-2]
-            )
+            inputs = leaf.shape[-3] if is_fused else np.prod(leaf.shape[:-1]) if is_patch else leaf.shape[-2]
             x /= np.sqrt(inputs)
         else:
             x = 0.3 * x + float(name.endswith("scale"))
-        weights[name] = np.float32(x).astype(expected.dtype)
+        weights[name] = np.float32(x).astype(leaf.dtype)
     return plan.assemble(jax.device_put(weights))
 
 

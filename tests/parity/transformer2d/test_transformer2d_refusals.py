@@ -63,7 +63,7 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], str, bool]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_invalid_config_is_refused(name: str) -> None:
-    arguments, said, _ = CONFIGS[name]
+    arguments, words, _ = CONFIGS[name]
     for build in (
         lambda: Transformer2DConfig(**arguments),
         lambda: Transformer2DConfig.from_json(arguments),
@@ -71,7 +71,7 @@ def test_invalid_config_is_refused(name: str) -> None:
     ):
         with pytest.raises(ConfigError) as refusal:
             build()
-        for part in said.split():
+        for part in words.split():
             assert part.lower() in str(refusal.value).lower()
 
 
@@ -201,11 +201,11 @@ def test_valid_arguments_are_accepted(name: str, models) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_invalid_argument_is_refused_by_name(name: str, models) -> None:
-    which, wrong, said = WRONG[name]
+    which, wrong, words = WRONG[name]
     with pytest.raises(ValueError, match=r".") as refusal:
         models(which)(**CALLS[which] | wrong)
     assert isinstance(refusal.value, JaxModelsError)  # Not an error of NumPy or XLA.
-    for part in said.split("|"):
+    for part in words.split("|"):
         assert re.search(rf"(?<![0-9]){re.escape(part)}", str(refusal.value)), str(refusal.value)
 
 
@@ -222,10 +222,10 @@ PREPARED = [
 
 @pytest.mark.parametrize("name", PREPARED)
 def test_invalid_argument_is_refused_by_prepare(name: str, models) -> None:
-    which, wrong, said = WRONG[name]
+    which, wrong, words = WRONG[name]
     steady = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
     arguments = {key: value for key, value in (CALLS[which] | wrong).items() if key in steady}
-    with pytest.raises(ValueError, match=said.split("|")[0]) as refusal:
+    with pytest.raises(ValueError, match=words.split("|")[0]) as refusal:
         models(which).prepare(**arguments)
     assert isinstance(refusal.value, JaxModelsError)
 

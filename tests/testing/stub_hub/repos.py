@@ -1,7 +1,6 @@
 """Repos of the stub: commits of whole files, refs, and the requests that read them.
 
-Sources: huggingface_hub 2.4 on the wire; a blob's name is its git hash, the SHA-1 of ``blob <size>\\0`` and the
-content.
+Sources: huggingface_hub 2.4 on the wire; a blob's name is its git hash, SHA-1 of ``blob <size>\\0`` and content.
 """
 
 import hashlib

@@ -106,7 +106,7 @@ def gradients(function: Callable[..., Array], shape: tuple[int, ...]) -> Inputs:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("function", WAYS.values(), ids=WAYS)
-def test_gradients_are_those_of_the_formula(shape: tuple[int, ...], function: Callable[..., Array]) -> None:
+def test_gradients_equal_the_formula(shape: tuple[int, ...], function: Callable[..., Array]) -> None:
     for found, wanted in zip(gradients(function, shape), gradients(plain, shape), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 

@@ -90,7 +90,7 @@ def test_half_precision_uses_cudnn_only_on_a_gpu(bias: tuple[int, ...] | None) -
         (jnp.bfloat16, (2, 64, 8, 264), None),
         (jnp.bfloat16, (2, 77, 8, 40), (2, 1, 1, 77)),
     ],
-    ids=["float32", "head size no multiple of 8", "head size too large", "bias over an odd length"],
+    ids=["float32", "head size not a multiple of 8", "head size too large", "bias over an odd length"],
 )
 def test_cases_without_cudnn_support_use_products(
     dtype: type, shape: tuple[int, ...], bias: tuple[int, ...] | None

@@ -103,7 +103,7 @@ def test_blocks_of_published_unets_have_their_published_sizes() -> None:
 
 @pytest.fixture
 def unet(tmp_path: Path) -> Path:
-    """Return a folder with two transformers of a UNet among other tensors, one of them of an impossible shape."""
+    """Return a folder with two transformers of a UNet and other tensors, including an impossible shape."""
     values = {**UNET, **SMALL}
     tensors: dict[str, np.ndarray] = {"conv_in.weight": np.full((2, 2), np.nan, np.float32)}
     rng = np.random.default_rng(0)

@@ -70,7 +70,7 @@ def test_policy_with_trained_prefix_continues_plans_on_their_side(toy) -> None:
         chunk = run(weights, observation._replace(prefix=prefix))
         np.testing.assert_array_equal(chunk[:, :delay], actions[:, :delay])
         np.testing.assert_allclose(chunk[:, delay:], actions[:, delay:], atol=0.3)
-    assert np.ptp(alone[..., 0], axis=0).max() < 1e-5  # Without a plan, the same noise gives the same side.
+    assert np.ptp(alone[..., 0], axis=0).max() < 1e-5  # The same noise without a plan gives the same side.
     mixed = Prefix(actions, np.array([0, 2, 0, 3], np.int32), np.array([0, 4, 0, 4], np.int32))
     chunk = run(weights, observation._replace(prefix=mixed))
     np.testing.assert_allclose(chunk[::2], alone[::2], atol=1e-5)

@@ -204,7 +204,7 @@ def test_camera_may_be_absent_and_unknown_camera_is_named(policies, golden_folde
         ({"front": "wrist"}, "two cameras of the policy one name, front and wrist"),
         ({"front": "top", "wrist": "top"}, "two cameras of the policy one name, front and wrist"),
     ],
-    ids=["other names", "unknown", "turned", "another case", "feature name", "taken", "one for two"],
+    ids=["other names", "unknown", "reversed", "another case", "feature name", "taken", "one for two"],
 )
 def test_cameras_may_be_renamed(rename, text, policies, golden_folder, tmp_path: Path) -> None:
     if text is not None:

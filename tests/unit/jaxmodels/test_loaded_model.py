@@ -47,16 +47,16 @@ def test_forward_by_names_equals_the_call_of_the_model(name, loaded):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_description_is_json_with_inputs_and_outputs(name, loaded):
     model = loaded[name]
-    told = json.loads(json.dumps(dict(model.description)))
-    assert (told["class"], told["kind"]) == ("Transformer2DModel", model._config.kind)
-    assert Transformer2DConfig.from_json(told["config"]) == small_transformer(name).config
-    assert told["bytes"] == 4 * told["parameters"] > 0
-    assert (told["dtype"], told["device"][:3]) == ("float32", "cpu")
-    required = {entry["name"] for entry in told["inputs"] if entry["required"]}
-    assert required <= set(model.example()) <= {entry["name"] for entry in told["inputs"]}
+    description = json.loads(json.dumps(dict(model.description)))
+    assert (description["class"], description["kind"]) == ("Transformer2DModel", model._config.kind)
+    assert Transformer2DConfig.from_json(description["config"]) == small_transformer(name).config
+    assert description["bytes"] == 4 * description["parameters"] > 0
+    assert (description["dtype"], description["device"][:3]) == ("float32", "cpu")
+    required = {entry["name"] for entry in description["inputs"] if entry["required"]}
+    assert required <= set(model.example()) <= {entry["name"] for entry in description["inputs"]}
     sizes = {"batch": 1, "height": 32, "width": 32, "latent_pixels": 16, "context": 77}
     sizes |= {"height": model._config.sample_size or 32, "width": model._config.sample_size or 32}
-    [output] = told["outputs"]
+    [output] = description["outputs"]
     shape = tuple(sizes.get(size, size) for size in output["shape"])
     assert model.forward(model.example())["sample"].shape == shape
 
@@ -212,8 +212,7 @@ def test_model_in_bfloat16_returns_float32(folder, loaded):
 
 def test_unloadable_model_is_refused_with_the_reason(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
-    # It is not read as a subfolder of the repo `parent/folder`.
-    with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+    with pytest.raises(HubError, match="neither a folder here nor a repo id"):  # Not a subfolder of a repo.
         is_model(f"{folder.parent.name}/{folder.name}/mistyped")
     for error, words, path, options in (
         (HubError, "neither a folder here nor a repo id", tmp_path / "nothing", {}),

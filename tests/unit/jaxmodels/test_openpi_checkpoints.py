@@ -99,15 +99,15 @@ def write_openpi(
     """Write a checkpoint as openpi does, and return its random weights by our names."""
     from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
-    said = read_openpi_config(openpi)
-    values = said.build_values() | {"architecture": SIZES}
-    policy = get_policy_type(said.model)
+    spec = read_openpi_config(openpi)
+    values = spec.build_values() | {"architecture": SIZES}
+    policy = get_policy_type(spec.model)
     config = policy.config(values)
     random = np.random.default_rng(0)
     shapes = blueprint_of(policy.model, config).shapes
     weights = {name: random.normal(size=x.shape, scale=0.4).astype(np.float32) for name, x in shapes.items()}
     nested: dict[str, Any] = {}
-    for path, array in (list_arrays(said.model, weights, config) | (changes or {})).items():
+    for path, array in (list_arrays(spec.model, weights, config) | (changes or {})).items():
         *above, last = ["params", *path.split("/"), *(["value"] if value else [])]
         branch = nested
         for name in above:
@@ -120,7 +120,7 @@ def write_openpi(
         mean, std = random.normal(size=statistics), 0.5 + random.random(statistics)
         arrays = {"mean": mean, "std": std, "q01": mean - 2 * std, "q99": mean + 2 * std}
         stats[name] = {key: array.tolist() for key, array in arrays.items()}
-    assets = folder / "assets" / (said.asset_id or "my/robot")
+    assets = folder / "assets" / (spec.asset_id or "my/robot")
     assets.mkdir(parents=True)
     (assets / "norm_stats.json").write_text(json.dumps({"norm_stats": stats}))
     (folder / "robojax.json").write_text(json.dumps({"openpi": openpi}))
@@ -169,12 +169,12 @@ CASES = {
 def test_openpi_checkpoint_acts_like_the_transforms_of_openpi(name: str, tmp_path: Path) -> None:
     width, actions, prompt = CASES[name]
     weights = write_openpi(tmp_path, {"config": name, **SMALL})
-    policy, said = jaxmodels.load_policy(tmp_path), CONFIGS[name]
+    policy, spec = jaxmodels.load_policy(tmp_path), CONFIGS[name]
     config: Any = policy.checkpoint.config
     needs = policy.requirements
     # Statistics of ALOHA's joints belong to mapped joints, which robots do not report.
     assert (needs.state_statistics is None) is ("aloha" in name)
-    assert (needs.policy_type, needs.state, needs.action, needs.chunk) == (said.model, width, actions, 4)
+    assert (needs.policy_type, needs.state, needs.action, needs.chunk) == (spec.model, width, actions, 4)
     assert needs.controls_joints == ("libero" not in name)
     random = np.random.default_rng(3)
     state = random.uniform(0.1, 0.9, size=(2, width)).astype(np.float32)
@@ -184,8 +184,8 @@ def test_openpi_checkpoint_acts_like_the_transforms_of_openpi(name: str, tmp_pat
     observation |= {"observation.state": state, "task": ["push_the block"] * 2}
     chunk = policy.act(observation, noise=noise)
 
-    stats = json.loads((tmp_path / "assets" / (said.asset_id or "") / "norm_stats.json").read_text())["norm_stats"]
-    by_quantiles, is_aloha = said.model == "pi05", "aloha" in name
+    stats = json.loads((tmp_path / "assets" / (spec.asset_id or "") / "norm_stats.json").read_text())["norm_stats"]
+    by_quantiles, is_aloha = spec.model == "pi05", "aloha" in name
     own = decode_aloha(state.astype(np.float64)) if is_aloha else state.astype(np.float64)
     normal = normalize(own, stats["state"], by_quantiles=by_quantiles)
     bins = np.digitize(normal, np.linspace(-1, 1, 257)[:-1]) - 1
@@ -194,7 +194,7 @@ def test_openpi_checkpoint_acts_like_the_transforms_of_openpi(name: str, tmp_pat
     language = Language(*(np.stack([text[part] for text in texts]) for part in (0, 1)))
     images = tuple(frames[camera].astype(np.float32) / 255 for camera in needs.cameras)
     seen = Observation(images, normal.astype(np.float32), language=language, noise=noise)
-    act = jax.jit(lambda weights, seen: get_policy_type(said.model).act(config, weights, seen))
+    act = jax.jit(lambda weights, seen: get_policy_type(spec.model).act(config, weights, seen))
     raw = act(weights, seen)
     expected = normalize(np.asarray(raw, np.float64), stats["actions"], by_quantiles=by_quantiles, inverse=True)
     deltas = {"pi0_aloha": 14, "pi05_aloha": 14, "pi0_libero": 6}.get(name, 0)
@@ -215,9 +215,9 @@ def test_openpi_checkpoint_acts_like_the_transforms_of_openpi(name: str, tmp_pat
 def test_openpi_configs_name_cameras_and_kinds_of_actions(
     name: str, cameras: list[str], deltas: int | None, controls_joints: bool, chunk: int
 ) -> None:
-    said = CONFIGS[name]
-    config = get_policy_type(said.model).config(said.build_values() | {"openpi": said})
-    assert [camera for camera, _ in said.views] == cameras
+    spec = CONFIGS[name]
+    config = get_policy_type(spec.model).config(spec.build_values() | {"openpi": spec})
+    assert [camera for camera, _ in spec.views] == cameras
     assert config.relative_action_mask == (None if deltas is None else (*[True] * deltas, False))
     assert (config.controls_joints, config.chunk_size) == (controls_joints, chunk)
 
@@ -260,9 +260,9 @@ def write_lora(rank: int) -> dict[str, np.ndarray]:
 
 
 def test_low_rank_updates_of_openpi_are_added(tmp_path: Path) -> None:
-    said = {"config": "pi0_libero_low_mem_finetune", **SMALL}
+    spec = {"config": "pi0_libero_low_mem_finetune", **SMALL}
     updates = write_lora(32)
-    weights = write_openpi(tmp_path / "lora", said, changes=updates)
+    weights = write_openpi(tmp_path / "lora", spec, changes=updates)
     found = jaxmodels.load_policy(tmp_path / "lora").checkpoint.weights
     base = "PaliGemma/llm/layers"
     down, up = (updates[f"{base}/attn/q_einsum_1/{factor}"][1] for factor in ("lora_a", "lora_b"))
@@ -272,10 +272,10 @@ def test_low_rank_updates_of_openpi_are_added(tmp_path: Path) -> None:
     changed = {name for name in weights if not np.array_equal(weights[name], found[name])}
     parts = {f"{part}.weight" for part in ("attention.query", "attention.out", "feed_forward.down")}
     assert {name.split(".", 3)[3] for name in changed} == parts
-    write_openpi(tmp_path / "other", said, changes=write_lora(4))
+    write_openpi(tmp_path / "other", spec, changes=write_lora(4))
     with pytest.raises(CheckpointError, match=r'is of rank 4.*write "lora_scale": alpha / rank'):
         jaxmodels.load_policy(tmp_path / "other")
-    (tmp_path / "other" / "robojax.json").write_text(json.dumps({"openpi": {**said, "lora_scale": 0.5}}))
+    (tmp_path / "other" / "robojax.json").write_text(json.dumps({"openpi": {**spec, "lora_scale": 0.5}}))
     jaxmodels.load_policy(tmp_path / "other")
 
 

@@ -70,8 +70,7 @@ def test_chunks_do_not_depend_on_the_rest_of_the_batch(kind: str, policy: jaxmod
         others = {name: array.copy() for name, array in {**observe(CONFIGS[kind], seed=7), **plans[1]}.items()}
         for name, array in others.items():
             array[(member + 1) % 3] = observation[name][member]
-        # In a range of 100.
-        np.testing.assert_allclose(policy.act(others)[(member + 1) % 3], answer[member], atol=1e-3)
+        np.testing.assert_allclose(policy.act(others)[(member + 1) % 3], answer[member], atol=1e-3)  # Out of 100.
 
 
 @with_prefix

@@ -287,7 +287,7 @@ def test_free_memory_follows_the_tightest_limit(machine: Path, monkeypatch: pyte
     assert memory.get_free_host_memory() == 2 * GB - 1_024_000_000
     (group / "memory.current").write_text(f"{9 * GB}\n")
     assert memory.get_free_host_memory() == 0
-    # Without these files, a machine has no limit.
+    # A machine without these files has no limit.
     shutil.rmtree(machine / "proc")
     assert memory.get_free_host_memory() is None
 
@@ -318,6 +318,5 @@ def test_unchanged_weights_need_memory_only_once(free: Any) -> None:
     free(20 * GB)
     memory.check_loading(needs, find_placement("cpu"), shares_memory=True)
     needs = memory.estimate_needs(parameters, parameters, 2, True)
-    # The program has a second copy of the weights.
-    with pytest.raises(ConfigError, match=r"needs about 22\.8 GB of memory"):
+    with pytest.raises(ConfigError, match=r"needs about 22\.8 GB of memory"):  # The program copies the weights.
         memory.check_loading(needs, find_placement("cpu"), shares_memory=False)

@@ -97,7 +97,7 @@ def test_invalid_config_is_refused_with_accepted_values(changes: dict[str, Any],
         read(**changes)
 
 
-def test_common_base_model_is_known_by_name() -> None:
+def test_common_base_model_is_found_by_name() -> None:
     values = fields() | {"vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"}
     values |= {"resize_imgs_with_padding": [512, 512], "num_vlm_layers": 16}
     del values["vlm"], values["vlm_tokens"]

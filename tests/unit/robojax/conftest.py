@@ -1,21 +1,13 @@
-"""Waiting without an event loop, and cameras whose rate does not depend on the load of the machine."""
+"""Cameras whose rate does not depend on the load of the machine."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from robojax.robot import checks
 from robojax.robot.cameras import Camera, CameraConfig
-
-
-def wait_until(claim: Callable[[], object], within: float = 60.0) -> None:
-    """Wait until the claim is true, without an event loop."""
-    deadline = time.monotonic() + within
-    while not claim():
-        assert time.monotonic() < deadline, f"the condition did not become true within {within:g} s"
-        time.sleep(0.005)
+from tests.testing.waiting import wait_until
 
 
 class EvenTime:
@@ -29,8 +21,8 @@ class EvenTime:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        wanted = self.camera.pictures + (self.camera.config.fps or 0) * seconds
-        wait_until(lambda: self.camera.pictures >= wanted)
+        pictures = self.camera.pictures + (self.camera.config.fps or 0) * seconds
+        wait_until(lambda: self.camera.pictures >= pictures)
         self.now += seconds
 
 

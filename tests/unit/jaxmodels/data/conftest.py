@@ -1,4 +1,4 @@
-"""Folders of demonstrations, written once: one of each version, and one with pictures in the rows."""
+"""Folders of demonstrations, written once: each version, and pictures in the rows."""
 
 import shutil
 from collections.abc import Callable

@@ -79,7 +79,7 @@ def test_statistics_of_numbers_equal_numpy(folder):
     assert found["count"] == [ROWS]
 
 
-def test_statistics_of_pictures_are_those_of_their_pixels(folder):
+def test_statistics_of_pictures_are_computed_from_pixels(folder):
     found = open_dataset(folder).statistics()[FRONT]
     pixels = frames(range(ROWS)) / 255
     for name, value in (("mean", pixels.mean()), ("std", pixels.std()), ("min", pixels.min()), ("max", pixels.max())):
@@ -96,8 +96,7 @@ def test_statistics_are_read_or_computed_for_selected_episodes(copy):
     edit_json(folder / "meta/stats.json", action=wrong)
     found = open_dataset(folder).statistics()["action"]
     assert found["mean"].tolist() == [7, 8]
-    # The written statistics lack it.
-    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)  # Not in the file.
 
 
 @pytest.mark.parametrize("options", [{"g": "250"}, {"g": "250", "bf": "3"}, {"g": "1"}], ids=str)
@@ -120,7 +119,7 @@ def test_fingerprint_depends_on_files_and_episodes(copy):
 
 def test_invalid_requests_are_refused(folder):
     dataset = open_dataset(folder)
-    for ask, said in (
+    for ask, message in (
         (lambda: dataset.vectors("reward"), "it has observation.state"),
         (lambda: dataset.vectors(FRONT), "is a camera; call frames"),
         (lambda: dataset.frames("action", np.array([0])), "is not a camera"),
@@ -128,7 +127,7 @@ def test_invalid_requests_are_refused(folder):
         (lambda: open_dataset(folder, episodes=[]), "wanted some of 0 to 2"),
         (lambda: open_dataset(folder, revision="main"), "a revision is of a repo"),
     ):
-        with pytest.raises(DatasetError, match=said):
+        with pytest.raises(DatasetError, match=message):
             ask()
     with pytest.raises(IndexError, match="there are 0 to 19"):
         dataset.frames(FRONT, np.array([20]))

@@ -103,12 +103,12 @@ def test_all_missing_features_are_reported_at_once(dataset):
 
 def test_cached_frames_are_the_resized_decoded_frames(folder, tmp_path):
     dataset = open_dataset(folder)
-    told = []
+    progress = []
     sees = {"size": SMALL}
-    cached = loader(dataset, sees=sees, cache=str(tmp_path), on_progress=lambda *at: told.append(at))
+    cached = loader(dataset, sees=sees, cache=str(tmp_path), on_progress=lambda *at: progress.append(at))
     fresh = loader(dataset, sees=sees)
     assert (cached.is_cached, fresh.is_cached) == (True, False)
-    assert told[-1] == (ROWS, ROWS)
+    assert progress[-1] == (ROWS, ROWS)
     for step in range(4):
         assert same(cached.at(step), fresh.at(step))
         assert fresh.at(step).images[0].shape == (5, *SMALL, 3)
@@ -116,10 +116,10 @@ def test_cached_frames_are_the_resized_decoded_frames(folder, tmp_path):
 
 def test_frames_are_decoded_into_the_cache_once(copy, tmp_path):
     folder = copy("v2.1")
-    told = []
+    progress = []
     first = loader(open_dataset(folder), cache=tmp_path / "cache").at(0)
-    again = loader(open_dataset(folder), cache=tmp_path / "cache", on_progress=lambda *at: told.append(at))
-    assert told == []
+    again = loader(open_dataset(folder), cache=tmp_path / "cache", on_progress=lambda *at: progress.append(at))
+    assert progress == []
     assert same(again.at(0), first)
     # A changed file makes another dataset.
     write_video(folder / f"videos/chunk-000/{FRONT}/episode_000000.mp4", range(6, 12))

@@ -32,11 +32,11 @@ def downloads(stub: StubHub) -> set[str]:
 
 
 def test_dataset_of_the_hub_is_read(stub):
-    told: list[str] = []
-    dataset = open_dataset("someone/cubes", on_progress=told.append)
+    stages: list[str] = []
+    dataset = open_dataset("someone/cubes", on_progress=stages.append)
     np.testing.assert_array_equal(dataset.vectors("action"), ACTION)
     assert dataset.frames(FRONT, np.array([0, 19])).shape == (2, 32, 48, 3)
-    assert set(told) == {"downloading"}
+    assert set(stages) == {"downloading"}
     assert "loader.py" not in downloads(stub)
 
 

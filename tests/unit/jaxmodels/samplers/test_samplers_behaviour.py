@@ -1,4 +1,4 @@
-"""Guarantees of samplers besides their numbers: programs, keys, shapes, masks, refusals."""
+"""Programs, keys, shapes, masks and refusals of samplers."""
 
 import itertools
 from collections.abc import Callable
@@ -143,7 +143,7 @@ def test_samples_are_float32_for_any_model_dtype(name: str) -> None:
     assert np.isfinite(x).all()
 
 
-def test_log_probabilities_are_those_of_the_drawn_classes() -> None:
+def test_log_probabilities_belong_to_the_drawn_classes() -> None:
     table = jax.nn.log_softmax(jax.random.normal(KEY, (3, CLASSES - 1, 6), jnp.float32), axis=1)
     result = ALL["maskgit"](lambda x, t: table, key=KEY, steps=5)
     expected = np.take_along_axis(np.asarray(table), np.asarray(result.ids)[:, None], 1)[:, 0]

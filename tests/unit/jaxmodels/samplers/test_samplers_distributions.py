@@ -1,4 +1,4 @@
-"""With an exact predictor, samplers draw from the distribution that it describes."""
+"""Samplers with an exact predictor draw from the distribution that it describes."""
 
 import itertools
 from collections.abc import Callable

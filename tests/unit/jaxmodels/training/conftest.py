@@ -66,7 +66,7 @@ def write_demos(
 ) -> Path:
     """Write demonstrations whose goal is the brightness of the picture, or the state of the environment.
 
-    The second task goes in the opposite direction.
+    The second task moves in the opposite direction.
     """
     random = np.random.default_rng(0)
     cameras = ("front",) if camera else ()

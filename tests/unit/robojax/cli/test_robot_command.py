@@ -17,12 +17,8 @@ def test_check_shows_each_line_despite_missing_flags(call: Run) -> None:
     assert done.returncode == 1, done.stderr
     found = {each["name"]: each for each in json.loads(done.stdout)}
     levels = {name: each["level"] for name, each in found.items()}
-    expected = {
-        "fail": ("port", "id", "server", "units"),
-        "ok": ("camera front",),
-        "warn": ("policy", "joints", "rate"),
-    }
-    assert levels == {name: level for level, names in expected.items() for name in names}
+    lines = {"fail": ("port", "id", "server", "units"), "ok": ("camera front",), "warn": ("policy", "joints", "rate")}
+    assert levels == {name: level for level, names in lines.items() for name in names}
     assert all(each["fix"] for name, each in found.items() if levels[name] != "ok")
 
 

@@ -23,7 +23,7 @@ from robojax.client import (
 from robojax.client.stream import open_async_stream
 from service.auth.caller import Role
 from tests.testing.rig import REAL, started
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import wait_until
 
 PICTURES = {"front": np.zeros((48, 64, 3), np.uint8)}
 POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

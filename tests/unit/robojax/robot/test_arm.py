@@ -9,7 +9,7 @@ from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.simulated_bus import SimulatedBus
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import wait_until
 
 ALL = tuple(JOINTS.values())
 

@@ -8,7 +8,7 @@ import pytest
 
 from robojax.robot.cameras import Camera, CameraConfig
 from robojax.robot.errors import CameraLost
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import wait_until
 
 cv2 = pytest.importorskip("cv2", reason="the extra 'robot' is not installed")
 

@@ -14,8 +14,7 @@ from robojax.robot.config import RobotConfig, open_arm
 from robojax.robot.errors import RobotError
 from robojax.robot.runner import RobotRunner, run
 from tests.testing.rig import REAL, started
-from tests.testing.waiting import until
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import until, wait_until
 
 pytest.importorskip("mujoco", reason="the extra 'sim' is not installed")
 from robojax.sim import servos as simulated

@@ -9,8 +9,7 @@ from robojax.robot.fit import compare_joints, compare_rates, compare_units, read
 
 WIRE = ["Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"]
 ALOHA = [f"{side}_{number}" for side in ("left", "right") for number in range(7)]
-# 90 degrees in each direction.
-CALIBRATION = {name: JointCalibration(servo, 0, 0, 1024, 3072) for name, servo in JOINTS.items()}
+CALIBRATION = {name: JointCalibration(servo, 0, 0, 1024, 3072) for name, servo in JOINTS.items()}  # +-90 degrees.
 
 
 def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
@@ -18,19 +17,12 @@ def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
     width = more.pop("width", 6)
     needs = {"action": width, "joint_names": names, "rate": 30.0, "controls_joints": True, "action_range": None}
     needs |= {name: more.pop(name) for name in tuple(more) if name in needs}
-    described = {
-        "fits": True,
-        "misfits": [],
-        "policy_type": "act",
-        "camera_names": [],
-        "joint_names": names,
-        "rate": 30.0,
-    }
-    return described | more | {"requirements": needs}
+    reply = {"fits": True, "misfits": [], "policy_type": "act", "camera_names": [], "joint_names": names, "rate": 30.0}
+    return reply | more | {"requirements": needs}
 
 
 @pytest.mark.parametrize(
-    ("described", "joint_names", "level", "message"),
+    ("reply", "joint_names", "level", "message"),
     [
         (answer(), None, "ok", "shoulder_pan, shoulder_lift"),
         (answer([f"{name}.pos" for name in JOINTS]), None, "ok", "wrist_roll, gripper"),
@@ -44,8 +36,8 @@ def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
         (answer(None), ALOHA[:6], "fail", "the policy moves left_0"),
     ],
 )
-def test_joints_of_policy_and_arm_must_match(described: Any, joint_names: Any, level: str, message: str) -> None:
-    found = compare_joints(read_policy_fit(described), joint_names)
+def test_joints_of_policy_and_arm_must_match(reply: Any, joint_names: Any, level: str, message: str) -> None:
+    found = compare_joints(read_policy_fit(reply), joint_names)
     assert (found.name, found.level) == ("joints", level), found
     assert message in found.found
     assert (found.fix == "") is (level == "ok")
@@ -106,8 +98,8 @@ def test_rate_of_the_policy_is_compared_with_the_arm(
 
 
 def test_policy_without_a_rate_uses_the_rate_of_the_server() -> None:
-    described = answer()
-    described["requirements"]["rate"] = None
-    found = compare_rates(read_policy_fit(described), 30.0, readings=None, cameras={}, command_timeout=0.5)
+    reply = answer()
+    reply["requirements"]["rate"] = None
+    found = compare_rates(read_policy_fit(reply), 30.0, readings=None, cameras={}, command_timeout=0.5)
     assert (found.level, "does not say its rate" in found.found) == ("warn", True)
     assert "robojax.json" in found.fix

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -31,13 +31,12 @@ from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
 from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.faults.script import Script
-from tests.testing import waiting
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import REAL, started
+from tests.testing.waiting import until
 from tests.unit.robojax.robot.conftest import CALIBRATION
 
 PATIENCE = 0.3
-Found = TypeVar("Found")
 
 
 @pytest.fixture
@@ -46,14 +45,6 @@ def config(servos: SimulatedBus, tmp_path: Path) -> RobotConfig:
     (tmp_path / "mine.json").write_text(json.dumps({name: asdict(joint) for name, joint in CALIBRATION.items()}))
     cameras = {"front": CameraConfig("simulated", None, 64, 48, 30)}
     return RobotConfig("so101_follower", servos.port, "mine", False, cameras, tmp_path)
-
-
-async def until(claim: Callable[[], Found | None], what: str, within: float = 60.0) -> Found:
-    deadline = time.monotonic() + within
-    while not (found := claim()):
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        await asyncio.sleep(0.02)
-    return found
 
 
 @pytest.mark.timeout(300)
@@ -67,15 +58,15 @@ async def test_servos_follow_the_policy_and_hold_in_each_failure(
     async def moves() -> None:
         """Wait until the policy moves the joints up in small steps."""
         before, first = len(shoulder.written), shoulder[bus.GOAL_POSITION]
-        await until(lambda: len(shoulder.written) > before + 20, f"moving; {messages}")
-        await until(lambda: shoulder[bus.GOAL_POSITION] > first, f"upwards; {messages}")
+        await until(lambda: len(shoulder.written) > before + 20, within=60)
+        await until(lambda: shoulder[bus.GOAL_POSITION] > first, within=60)
 
     def is_silent() -> bool:
         return time.monotonic() > shoulder.written[-1][0] + 2 * PATIENCE
 
     async def expect_hold() -> None:
         """Wait until the goals stop after the watchdog's time, and check that each servo holds its last goal."""
-        await until(is_silent, f"holding; {messages}")
+        await until(is_silent, within=60)
         with servos.lock:
             now = time.monotonic()
             for servo in (servos.line.servos[number] for number in JOINTS.values()):
@@ -101,7 +92,7 @@ async def test_servos_follow_the_policy_and_hold_in_each_failure(
 
             server.kill()
             await expect_hold()
-            await until(lambda: any("server is gone" in line for line in messages), f"reporting it; {messages}")
+            await until(lambda: any("server is gone" in line for line in messages), within=60)
 
             server.start()
             await session.restart()
@@ -144,7 +135,7 @@ async def test_policy_without_joint_names_needs_the_flag(config: RobotConfig, se
 
         names = tuple(reversed(JOINTS))
         robot = asyncio.create_task(run(replace(program, joint_names=names), messages.append))
-        await until(lambda: any(line.startswith("ready") for line in messages), f"ready; {messages}")
+        await until(lambda: any(line.startswith("ready") for line in messages), within=60)
         assert server.app.ctx.sessions.get("arm").new.joint_names == names
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(robot, 60)
@@ -183,10 +174,10 @@ class Rig:
 
     async def until_moving(self) -> None:
         count = self.goals
-        await until(lambda: self.goals > count + 10, f"moving; {self.messages}")
+        await until(lambda: self.goals > count + 10, within=60)
 
     async def until_reported(self, text: str) -> None:
-        await until(lambda: any(text in line for line in self.messages), f"reporting {text!r}; {self.messages}")
+        await until(lambda: any(text in line for line in self.messages), within=60)
 
     @property
     def goals(self) -> int:
@@ -197,7 +188,7 @@ class Rig:
             stats = (await self.session.status()).stats
             return (stats["robot_latched"] is not None, stats["emergency_stop"] is not None) == (is_latched,) * 2
 
-        await waiting.until(agree, within=60)
+        await until(agree, within=60)
 
 
 @pytest.fixture
@@ -264,7 +255,7 @@ async def test_stop_during_a_lost_link_is_delivered_later(rig: Rig, by: str) -> 
             assert (await rig.session.status()).stats["emergency_stop"] == "emergency stop by key"
             # A lost link does not release the latch.
             rig.wire.cut()
-            await until(lambda: rig.messages[-1].startswith("session arm: stopped"), f"link back; {rig.messages}")
+            await until(lambda: rig.messages[-1].startswith("session arm: stopped"), within=60)
             await rig.until_latched(True)
         await rig.session.reset()
         await rig.until_latched(False)

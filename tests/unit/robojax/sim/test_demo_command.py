@@ -20,7 +20,7 @@ from service.http.server import CannotListen
 from service.processes import ChildDied
 from tests.testing.http_answers import answering
 from tests.testing.pauses import Pauses
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import wait_until
 from tests.unit.robojax.sim.conftest import ROBOJAX, run_robojax
 
 pytestmark = pytest.mark.usefixtures("can_draw")

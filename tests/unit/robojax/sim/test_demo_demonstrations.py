@@ -15,7 +15,7 @@ from jaxmodels.errors import DatasetError
 from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE, SimulatedArm
 from robojax.sim.expert import Demonstration, demonstrate, demonstrations
 from robojax.sim.tasks import PICK, TWO_CUBES, TaskName
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 PICTURES = f"observation.images.{CAMERA}"

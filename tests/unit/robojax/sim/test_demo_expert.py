@@ -22,7 +22,7 @@ def grip_of(arm: SimulatedArm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5000, 5002])
-def test_the_expert_lifts_the_cube(arm: SimulatedArm, kinematics: Kinematics, seed: int):
+def test_expert_lifts_the_cube(arm: SimulatedArm, kinematics: Kinematics, seed: int):
     arm.reset(seed)
     for target in interpolate_targets(plan_legs(arm, kinematics)):
         arm.step(target)

@@ -8,8 +8,7 @@ import pytest
 
 from service import processes
 from service.processes import ChildDied, child
-from tests.testing.waiting import lives
-from tests.unit.robojax.conftest import wait_until
+from tests.testing.waiting import lives, wait_until
 
 SLEEPER = "import time\nprint('up')\ntime.sleep(60)\n"
 
