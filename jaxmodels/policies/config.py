@@ -160,7 +160,7 @@ class PolicyConfig(_OtherFields):
     use_amp: Any = False  # Whether to train in bfloat16.
     push_to_hub: Any = False  # Must be false: nothing is uploaded.
     # Optimizer; None for the default of `OptimizerConfig`.
-    optimizer_type: ClassVar[str | None] = None
+    optimizer_type: ClassVar[Any] = None
     optimizer_lr: Any = None
     optimizer_lr_backbone: Any = None
     optimizer_weight_decay: Any = None
