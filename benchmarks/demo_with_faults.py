@@ -40,7 +40,7 @@ from service.transport.link import Rooms
 
 SESSION = "demo-arm"
 FAULTS = ("F3", "F1", "F5")
-WANTED = 0.75  # of the cubes
+WANTED = 0.75  # Share of the cubes.
 PATIENCE = 40.0  # seconds of standing that end an episode
 DRIVEN = 0.25  # seconds without a command after which the arm is not being driven
 HEADER = struct.Struct("<I6d")

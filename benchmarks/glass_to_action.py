@@ -271,7 +271,7 @@ async def drive(server: Child, url: str, way: str, seconds: float) -> tuple[Robo
         "policy_path": str(SHIPPED),
         "transport_server_url": url if way == "rooms" else "direct",
         "camera_names": [CAMERA],
-        "overlap": "replace",  # another one would mix the numbers of two pictures
+        "overlap": "replace",  # Other overlaps would mix the numbers of two pictures.
     }
     session = await asyncio.to_thread(call, f"{url}/sessions", "POST", body)
     robot = Robot()
@@ -313,7 +313,7 @@ def figures(robot: Robot, notes: Mapping[int, Mapping[str, float]]) -> dict[str,
         "event_to_motion_ms": percentiles(_after_events(sorted((t["heard"], t["taken"]) for t in whole)), PERCENTS),
         "pictures_seen": sum("seen" in times for times in notes.values()),
         "pictures_used": len(whole),
-        "commands_heard": len(robot.heard),  # those that changed a joint: the others are not forwarded
+        "commands_heard": len(robot.heard),  # Only commands that changed a joint are forwarded.
     }
 
 

@@ -57,7 +57,8 @@ class Nodes:
     """
 
     def __init__(self, count: int):
-        self._folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # its sockets' paths have to be short
+        # A short path, because the length of a socket's path is limited.
+        self._folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")
         token = Path(self._folder.name) / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
@@ -139,7 +140,7 @@ def raylets() -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, youngest last; none of one that is gone."""
+    """Descendants of a process, youngest last; empty if the process has ended."""
     with suppress(psutil.NoSuchProcess):
         return [one.pid for one in psutil.Process(pid).children(recursive=True)]
     return []
@@ -194,7 +195,7 @@ class Heard:
 
 
 class ObedientRobot:
-    """Goes at once where it is told, and shows a picture that changes a little."""
+    """Reaches each target at once, and sends a picture that changes a little."""
 
     def __init__(self, name: str, url: str):
         self.name, self.url = name, url
@@ -205,7 +206,7 @@ class ObedientRobot:
 
     @property
     def moves(self) -> bool:
-        """Whether it is being told where to go."""
+        """Whether it receives targets."""
         return bool(self.heard.commands) and time.monotonic() - self.heard.commands[-1] < 0.2
 
     def begin(self) -> None:
@@ -275,7 +276,7 @@ def front(name: str, environment: Mapping[str, str], folder: Path, database: str
 
 
 def session(url: str, name: str) -> None:
-    """Make one that starts when its robot is there."""
+    """Create a session that starts when its robot is connected."""
     body = {
         "session_id": name,
         "policy_path": str(SHIPPED),
@@ -355,7 +356,7 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 async def lost(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
-    """One front whose whole cluster is killed, and made anew at the same address."""
+    """One front whose whole cluster is killed and started again at the same address."""
     with ExitStack() as stack:
         one = front("c", nodes.environment, folder)
         stack.callback(one.end)

@@ -59,7 +59,7 @@ def velocity(ways: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="way")
 def answer(way: str, ways: jax.Array, prefix: Prefix, key: jax.Array) -> jax.Array:
-    """Chunks (b, t, a) for everybody."""
+    """Chunks (b, t, a), one for each row of the batch."""
     predict = Partial(velocity, ways)
     if way == "trained prefix":
         predict = given(predict, prefix, SCHEDULE)
@@ -99,7 +99,8 @@ def seams(way: str, delay: int, count: int, seed: int = 0) -> Seams:
             if min(height[0, :overlap].max(), height[0, overlap:].max()) > VISIBLE:
                 before, after = left[:, :overlap] * height[:, :overlap], chunk[:, overlap:] * height[:, overlap:]
                 changes.append(np.sign(before.sum((1, 2))) != np.sign(after.sum((1, 2))))
-            chunk = np.concatenate((left[:, :delay], chunk[:, delay:]), axis=1)  # until it is there, the plan goes on
+            # The plan continues until the new chunk arrives.
+            chunk = np.concatenate((left[:, :delay], chunk[:, delay:]), axis=1)
         plan = chunk
     return Seams(float(np.mean(jumps)), float(np.mean(changes)))
 

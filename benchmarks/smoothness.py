@@ -41,7 +41,7 @@ SPARE = 60  # ticks that a robot may wait for its first command
 
 @dataclass
 class Episode:
-    """What became of one: whether the cube is up, joints (n, 6) in radians, commands (n, 6) likewise."""
+    """Result of one episode: whether the cube is up, joints (n, 6) in radians, commands (n, 6) in radians."""
 
     lifted: bool
     joints: np.ndarray
@@ -83,7 +83,7 @@ class Robot:
         target = arm.joints
         for _ in range(HORIZON + SPARE):
             self._buffer.put_joints(dict(zip(self._names, arm.joints.tolist(), strict=True)), self.now)
-            # What is seen is drawn when somebody asks: most pictures of an episode nobody looks at.
+            # A picture is drawn when it is read: most pictures of an episode nobody looks at.
             self._buffer.put_frame(CAMERA, self._blank, self.now)
             step = self.control.tick(self.now)
             if step.request is not None:

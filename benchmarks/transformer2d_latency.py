@@ -1,4 +1,4 @@
-"""How long does a forward pass of the 2D transformer take, beside diffusers' own in torch, eager and compiled?
+"""How long does a forward pass of the 2D transformer take, compared with diffusers' own in torch, eager and compiled?
 
     OMP_WAIT_POLICY=PASSIVE python -m benchmarks.transformer2d_latency --compiled-peer
     python -m benchmarks.transformer2d_latency --device gpu --compiled-peer   # H200, dense bfloat16
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--compiled-peer", action="store_true", help="torch.compile, too: about a minute per case")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="per round and side, at least one call")
-    parser.add_argument("--case", action="append", help="only those whose name has this in it; may be given again")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this text; repeatable")
     parser.add_argument("--output", type=Path, default=RESULTS / "transformer2d_latency.json")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

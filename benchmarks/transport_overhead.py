@@ -106,7 +106,7 @@ def measure(python: str, many: int, rounds: int, count: int) -> dict[str, Any]:
             client.told("ready")
         for number in range(rounds):
             medians = {}
-            # Whoever is first in a round is second in the next.
+            # The server that is first in a round is second in the next.
             for side in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
                 seconds, spent, by_client = turn(servers[side], clients[side], count)
                 found[side]["seconds"] += seconds
@@ -148,14 +148,14 @@ def main() -> None:
         serve()
         return
     if options.openpi_python is None:
-        parser.error("--openpi-python is wanted: a Python with openpi-client 0.1.2")
+        parser.error("--openpi-python is required: a Python with openpi-client 0.1.2")
     quiet = quietness()
     sides = {
         f"clients_{many}": measure(options.openpi_python, many, options.rounds, options.count)
         for many in options.clients
     }
     found = result(
-        "What does one request cost without any thinking, beside openpi's own server?",
+        "What does one request cost without inference, compared with openpi's own server?",
         "python " + " ".join(["-m", "benchmarks.transport_overhead", *sys.argv[1:]]),
         quiet,
         "msgpack",

@@ -60,7 +60,7 @@ def serve() -> None:
 
 
 def ask(url: str, policy: str) -> None:
-    """Our client: a session of its own, then as many acts as each line of standard input wants."""
+    """Our client: a session of its own, then the number of acts that each line of standard input requests."""
     from robojax.client import Client
 
     random = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def theirs(stack: ExitStack, python: str, folder: Path, policy: str) -> Ask:
 
 
 def served(python: str | None, folder: Path, policy: str, rounds: int, count: int) -> dict[str, Any]:
-    """Everybody's figures with one policy, in turns."""
+    """The figures of all servers with one policy, in turns."""
     with ExitStack() as stack:
         sides = {OURS: ours(stack, folder, policy)}
         if python is not None:

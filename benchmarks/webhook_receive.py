@@ -172,7 +172,7 @@ async def ready(session: aiohttp.ClientSession, url: str, within: float = 60.0) 
 
 
 async def beside(session: aiohttp.ClientSession, url: str, waits: dict[str, list[float]]) -> None:
-    """One of each every 20 ms for a second."""
+    """Send one delivery of each kind every 20 ms for a second."""
     began = time.perf_counter()
     asked: dict[str, list[asyncio.Task[float]]] = {"unrelated": [], "acknowledged": []}
     for number in range(50):
@@ -205,7 +205,7 @@ async def run(rounds: int, peer_python: str | None) -> dict[str, object]:
         urls = {"ours": held.enter_context(serving(sys.executable, OURS, folder))}
         if peer_python is not None:
             urls["huggingface_hub"] = held.enter_context(serving(peer_python, PEER, folder))
-        # No limit of connections: a sender must not wait for another one's answer.
+        # No limit of connections: a sender must not wait for the answer of another sender.
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             try:
                 for url in urls.values():
