@@ -7,7 +7,7 @@ keeps its last target when the gateway dies. In the middle of each episode, in t
 
 - F3: the camera stalls for 2 s;
 - F1: the rooms server is killed and is back 3 s later, at the same port;
-- F5: the gateway is killed, and another one is started.
+- F5: the gateway is killed, and a new gateway is started.
 
 The arm must stand still during each fault and move after it. Ticks without motion do not count as part of the
 episode. Last figure, AMD EPYC, 2 cores: 20 and 19 of 20 cubes lifted.

@@ -1,11 +1,11 @@
-"""What do ten thousand malformed requests do to a server, and to the robot that runs on it meanwhile?
+"""What do ten thousand malformed requests do to a server, and to a robot that it controls at the same time?
 
     python -m benchmarks.hostile_requests --requests 10000
 
 Half of the requests are made by schemathesis from the server's two OpenAPI documents (values that fit and values that
 do not), half are bytes: valid requests that were cut, repeated, spliced and flipped, and heads and bodies that are
-known to confuse servers. The server is a process of its own with scripted policies; beside the requests one session
-runs at 50 ticks a second with joints and frames that come in. Nothing but answers below 500 is right.
+known to confuse servers. The server is a process of its own with scripted policies; during the requests one session
+runs at 50 ticks a second and receives joints and frames. Every answer must have a status below 500.
 
 Last result, AMD EPYC (Zen 4), 2 cores shared with other work: benchmarks/results/hostile_requests.json
 """

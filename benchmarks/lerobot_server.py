@@ -6,7 +6,7 @@
 ``serve`` is LeRobot's own (``lerobot.async_inference.policy_server``) with the wait that it adds to every answer (33 ms
 by default) set to 0, in its favour. ``--policy none`` answers a constant chunk in place of computing one.
 ``ask`` sends what LeRobot's robot client sends, pickled as there: an observation, then asks for its actions; every
-observation "must go", as else the server leaves out those that look like the one before.
+observation "must go", because the server otherwise skips an observation that resembles the previous one.
 """
 
 import argparse

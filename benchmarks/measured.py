@@ -1,4 +1,4 @@
-"""What every benchmark writes down: the machine, the spread of its samples, how late bare loops were meanwhile."""
+"""What every benchmark writes down: the machine, the spread of its samples, how late bare loops were during the run."""
 
 import asyncio
 import json

@@ -2,11 +2,11 @@
 
     python -m benchmarks.ray_cluster
 
-Three nodes of Ray on this machine, each with one engine. First one, two and three engines are asked by simulated robots
-at 20 Hz and as fast as they answer. Then two front servers with eight robots each; in the middle a node is killed, then
-a front, whose sessions the other one adopts. Last a front with four robots that loses all nodes, the head among them,
-and gets new ones. Nodes of one machine share its cores: the scaling says what a cluster costs here, not what more
-machines give.
+Three nodes of Ray run on this machine, each with one engine. First, simulated robots send requests to one, two and
+three engines, at 20 Hz and as fast as the engines answer. Then two front servers have eight robots each; a node is
+killed, then a front server, whose sessions the other front server adopts. Last, a front server with four robots loses
+all nodes, including the head, and gets new nodes. Nodes on one machine share its cores: the scaling shows what a
+cluster costs here, not what more machines give.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Nodes:
 
     Attributes:
         folder: gone with them.
-        environment: for whoever joins the cluster: its address, and the token without which nobody may.
+        environment: for whoever joins the cluster: its address, and the token that it requires.
     """
 
     def __init__(self, count: int):

@@ -1,4 +1,4 @@
-"""What does a request over a socket cost, without inference? Our endpoint for openpi's clients beside openpi's server.
+"""What does a request over a socket cost, without inference? Our endpoint for openpi's clients against openpi's server.
 
     python -m venv VENV && VENV/bin/pip install openpi-client==0.1.2 typing_extensions
     python -m benchmarks.transport_overhead --openpi-python VENV/bin/python
@@ -6,7 +6,7 @@
 A policy that computes nothing, two uint8 images of 224x224 and 7 joints up, a chunk of 50 actions down. The clients are
 openpi's own, unmodified, in processes of their own; sides take turns, and a ratio is ours over theirs, the median of
 the rounds' ratios. Ours does what theirs does not: keys, limits on everything that comes, an engine that batches and
-survives stuck policies, and a guard over every chunk. ``benchmarks/openpi_peer.py`` says how their server stands in.
+survives stuck policies, and a guard over every chunk. ``benchmarks/openpi_peer.py`` says what replaces their server.
 
 Each client needs a core: where there are fewer, requests wait for clients and not for servers. So the processor time
 that each server needs for a request is measured, too.

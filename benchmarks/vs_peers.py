@@ -1,4 +1,4 @@
-"""How much faster than the peers? The same policies, the same payloads, the same run, everybody in turns.
+"""How much faster than the peers? Same policies, same payloads, same run; the servers take turns.
 
     python -m benchmarks.vs_peers --lerobot-python VENV/bin/python         # one with lerobot 0.4.4 and grpcio
 
@@ -8,8 +8,8 @@
   both from the same files), once with a policy that computes nothing.
 
 A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Behind servers,
-OpenMP's threads wait passively, or those of whoever had its turn before would take the cores. What cannot run is left
-out, with why. Measuring begins when all sizes of batches are compiled.
+OpenMP's threads wait passively; otherwise the threads of the previous server would take the cores. What cannot run is
+left out, with why. Measuring begins when all sizes of batches are compiled.
 """
 
 import argparse
