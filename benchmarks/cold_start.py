@@ -94,7 +94,7 @@ def shipped(cache: Path) -> Times:
 
 
 def observation() -> dict[str, Any]:
-    """What the big ACT is asked with, for ``POST /act``."""
+    """The observation for the big ACT, for ``POST /act``."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def big(folder: Path, cache: Path) -> Times:
 
 
 def peer(python: str, folder: Path) -> Times:
-    """The same ACT in LeRobot's policy server; whoever asks has imported everything before."""
+    """The same ACT in LeRobot's policy server; the client has imported everything before."""
     port = free_port()
     with child(str(LEROBOT), "ask", "--port", str(port), python=python) as asking:
         asking.order(do="prepare")

@@ -8,10 +8,11 @@ Two kinds of rounds take turns on one event loop:
 
 - sessions: real sessions with control loop, joints, queue, and the policy in the process of an engine. Every command is
   encoded as a joint_update and written to a loopback socket of its own.
-- bare: as many loops that sleep until a deadline, encode the same kind of joint_update and write it to such a socket.
+- bare: an equal number of loops that sleep until a deadline, encode the same kind of joint_update and write it to such
+  a socket.
 
-In both, frames and joints of as many robots arrive at 25 Hz on the same loop; in bare rounds the sessions are
-stopped. Lateness is the time from a tick's deadline until its code runs; missed ticks count with their whole
+In both, frames and joints of the same number of robots arrive at 25 Hz on the same loop; in bare rounds the sessions
+are stopped. Lateness is the time from a tick's deadline until its code runs; missed ticks count with their whole
 lateness. The verdict uses the median round of each kind, because other load on the machine affects some rounds of
 either kind.
 

@@ -65,7 +65,7 @@ FAULTS = ("lost", "ghosts", "moved_by_themselves", "latches_wrong", "reasons_wro
 
 @dataclass
 class Known:
-    """What one client was told of its session.
+    """What one client knows about its session from the answers.
 
     Attributes:
         stage: as acknowledged last, or ``absent``.
@@ -155,7 +155,7 @@ class Campaign:
                 await asyncio.gather(*clients)
 
     async def client(self, http: aiohttp.ClientSession, name: str) -> None:
-        """Ask for one thing after the other until nobody answers any more."""
+        """Send one request after the other until the server answers no more."""
         known = self.known[name]
         while True:
             move = self.random.choice(ASKED[known.stage])

@@ -30,7 +30,7 @@ from benchmarks.processes import Child, child, say
 PEER = Path(__file__).with_name("data_loader_peer.py")
 CAMERAS, SIZE, JOINTS, FPS, CHUNK, BATCH = ("front", "wrist"), (480, 640), 6, 30, 100, 8
 CACHED, DECODED = "robojax, from its cache", "robojax, decoding each time"
-# More than anybody prepares ahead.
+# More than any loader prepares ahead.
 SKIPPED = 16
 
 
@@ -90,7 +90,7 @@ def serve(folder: Path, cache: str) -> None:
 
 
 def measure(folder: Path, scratch: Path, python: str | None, rounds: int, batches: int) -> dict[str, Any]:
-    """Images per second of everybody on one dataset, in turns."""
+    """Images per second of every loader on one dataset, in turns."""
     with ExitStack() as stack:
         sides: dict[str, Child] = {}
         began: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """LeRobot's side of benchmarks/data_loader.py: run by a Python that has lerobot 0.4.4, which ours never has.
 
-``write`` makes LeRobot's own dataset of the rows and frames of another; ``load`` gives batches as ``lerobot-train``
-takes them, so many for each line of standard input.
+``write`` converts the rows and frames of another dataset to LeRobot's own format. ``load`` reads a number from each
+line of standard input and gives that number of batches, in the form that ``lerobot-train`` takes.
 """
 
 import json

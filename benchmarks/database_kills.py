@@ -131,7 +131,7 @@ class Kills(Campaign):
                 await self.compare_all(of_victim, f"kill {number} of {victim.name}, {'adopted' if is_adopted else ''}")
 
     async def ask_on(self, name: str, ended: asyncio.Event) -> None:
-        """Ask for one thing after the other, at whichever server."""
+        """Send one request after the other, to any of the servers."""
         known = self.known[name]
         while not ended.is_set():
             move = self.random.choice(ASKED.get(known.stage, ("delete", "emergency_stop")))
@@ -140,7 +140,7 @@ class Kills(Campaign):
             try:
                 status, stage = await self.ask(server.http, name, move)
             except (aiohttp.ClientError, ConnectionError, TimeoutError):
-                return  # it may have been done: nothing more is asked
+                return  # The change may have been applied: no more requests follow.
             if status == 200:
                 self.acknowledged[move] += 1
                 known.acknowledge(move, stage or known.stage)
@@ -157,7 +157,7 @@ class Kills(Campaign):
         return {name for name, one in listed.items() if one["stats"].get("front") == victim.name}
 
     async def adopt(self, victim: Server, names: set[str], number: int) -> None:
-        """Have the others adopt them, both at once: one of them gets each."""
+        """Let both other servers adopt the sessions at once: exactly one server gets each session."""
         others = [one for one in self.servers if one is not victim]
         for name in sorted(names):
             until = time.monotonic() + AGREED

@@ -7,7 +7,7 @@ keeps its last target when the gateway dies. In the middle of each episode, in t
 
 - F3: the camera stalls for 2 s;
 - F1: the rooms server is killed and is back 3 s later, at the same port;
-- F5: the gateway is killed, and another one is started.
+- F5: the gateway is killed, and a new gateway is started.
 
 The arm must stand still during each fault and move after it. Ticks without motion do not count as part of the
 episode. Last figure, AMD EPYC, 2 cores: 20 and 19 of 20 cubes lifted.
@@ -40,7 +40,7 @@ from service.transport.link import Rooms
 
 SESSION = "demo-arm"
 FAULTS = ("F3", "F1", "F5")
-WANTED = 0.75  # of the cubes
+WANTED = 0.75  # Share of the cubes.
 PATIENCE = 40.0  # seconds of standing that end an episode
 DRIVEN = 0.25  # seconds without a command after which the arm is not being driven
 HEADER = struct.Struct("<I6d")

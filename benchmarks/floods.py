@@ -44,7 +44,7 @@ from tests.hostile.flood import FLOODS
 RATE = 50.0
 SOCKETS, CAMERAS, NICE = 60, 8, 10
 STOP_EVERY = 0.3
-SSRC = 4711  # of the pictures that flood
+SSRC = 4711  # RTP source of the pictures that flood.
 BURN = "import os\nos.nice(10)\nwhile True: sum(range(10_000))"
 
 
@@ -101,7 +101,7 @@ async def send_pictures(url: str, rooms: list[Rooms], seconds: float) -> None:
 
 
 class Arrivals:
-    """When commands came, while somebody looks."""
+    """When commands came, while a measurement runs."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -188,7 +188,7 @@ async def robot_on(url: str, rooms: Rooms, arrivals: Arrivals) -> AsyncIterator[
 
 
 async def measure(kinds: list[str], seconds: float, url: str, pid: int) -> dict[str, Any]:
-    """Each kind in turn, beside the same robot."""
+    """Each kind of flood in turn, next to the same robot."""
     figures: dict[str, Any] = {}
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=120)) as http, AsyncExitStack() as stack:
 

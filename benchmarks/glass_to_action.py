@@ -4,18 +4,19 @@
     python -m benchmarks.glass_to_action --seconds 5 --case "rooms, ACT"
 
 The robot of this process shows pictures whose bars say when they were taken, 30 a second. The server is a process of
-its own. Its policy reads the bars and says them in every action, so that each command tells which picture it came
-from; ``ACT`` runs the shipped policy before it says so. Both processes read the same monotonic clock. Stages:
+its own. Its policy reads the bars and repeats them in every action, so that each command names the picture it came
+from; ``ACT`` also runs the shipped policy first. Both processes read the same monotonic clock. Stages:
 
-- video: encoding, the way, decoding (VP8 over WebRTC, or JPEG over a WebSocket)
-- waiting to be asked about: until the control loop asks the policy with it
+- video: encoding, transfer, decoding (VP8 over WebRTC, or JPEG over a WebSocket)
+- waiting to be asked about: until the control loop calls the policy with the picture
 - queue, inference: waiting for the device, and computing
 - back: until the event loop has the chunk, judged and planned
 - waiting for its tick: until a tick sends an action of it
 - wire: until the robot has the command; it counts from the moment when the command has been handed to the socket
 
-``light_to_motion_ms`` is of the first command of each picture that was asked about. ``event_to_motion_ms`` is what a
-person sees: from something that happens at a random moment to the first command that can know of it.
+``light_to_motion_ms`` is the time until the first command of each picture that reached the policy.
+``event_to_motion_ms`` is what a person sees: from an event at a random moment to the first command that can react to
+it.
 """
 
 import argparse
@@ -271,7 +272,7 @@ async def drive(server: Child, url: str, way: str, seconds: float) -> tuple[Robo
         "policy_path": str(SHIPPED),
         "transport_server_url": url if way == "rooms" else "direct",
         "camera_names": [CAMERA],
-        "overlap": "replace",  # another one would mix the numbers of two pictures
+        "overlap": "replace",  # Other overlaps would mix the numbers of two pictures.
     }
     session = await asyncio.to_thread(call, f"{url}/sessions", "POST", body)
     robot = Robot()
@@ -313,7 +314,7 @@ def figures(robot: Robot, notes: Mapping[int, Mapping[str, float]]) -> dict[str,
         "event_to_motion_ms": percentiles(_after_events(sorted((t["heard"], t["taken"]) for t in whole)), PERCENTS),
         "pictures_seen": sum("seen" in times for times in notes.values()),
         "pictures_used": len(whole),
-        "commands_heard": len(robot.heard),  # those that changed a joint: the others are not forwarded
+        "commands_heard": len(robot.heard),  # Only commands that changed a joint are forwarded.
     }
 
 

@@ -1,11 +1,11 @@
-"""What do ten thousand malformed requests do to a server, and to the robot that runs on it meanwhile?
+"""What do ten thousand malformed requests do to a server, and to a robot that it controls at the same time?
 
     python -m benchmarks.hostile_requests --requests 10000
 
 Half of the requests are made by schemathesis from the server's two OpenAPI documents (values that fit and values that
 do not), half are bytes: valid requests that were cut, repeated, spliced and flipped, and heads and bodies that are
-known to confuse servers. The server is a process of its own with scripted policies; beside the requests one session
-runs at 50 ticks a second with joints and frames that come in. Nothing but answers below 500 is right.
+known to confuse servers. The server is a process of its own with scripted policies; during the requests one session
+runs at 50 ticks a second and receives joints and frames. Every answer must have a status below 500.
 
 Last result, AMD EPYC (Zen 4), 2 cores shared with other work: benchmarks/results/hostile_requests.json
 """
@@ -33,7 +33,7 @@ from benchmarks.processes import child
 
 BESIDE = "beside"  # the session that must not notice
 RATE = 50.0
-QUIET = 0.3  # seconds after which a request that is not answered is taken for one that still waits for bytes
+QUIET = 0.3  # seconds after which an unanswered request counts as waiting for more bytes
 AT_ONCE = 16
 
 
@@ -81,7 +81,7 @@ async def _ask(host: str, port: int, request: bytes) -> str:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(request)
-        # The answer to a valid create takes as long as it takes; what waits for bytes never comes.
+        # A valid create may answer late; a request that waits for more bytes gets no answer.
         async with asyncio.timeout(4 * QUIET if request.startswith(b"POST") and b"/sessions " in request else QUIET):
             await writer.drain()
             line = await reader.readline()
@@ -130,7 +130,7 @@ async def running_session(app: Any, transport: Any, create: Any) -> AsyncIterato
 
 
 async def make_beside(app: Any) -> Any:
-    """The session that runs beside the requests."""
+    """The session that runs during the requests."""
     from service.sessions.request import NewSession
 
     return await app.ctx.sessions.create(NewSession(BESIDE, "p", "http://rooms", rate=RATE))
@@ -172,11 +172,11 @@ def serve() -> None:
 
 
 class _EmptyHub(BaseHTTPRequestHandler):
-    """A Hub that can be reached and has nothing: what is asked of it is no fault of the server's."""
+    """A Hub that can be reached and has no models: a failed download is not a fault of the server."""
 
     def do_GET(self) -> None:
         self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")  # by which its clients know
+        self.send_header("X-Error-Code", "RepoNotFound")  # Its clients read this header.
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -216,7 +216,7 @@ def from_documents(documents: Iterable[Mapping[str, Any]], count: int, seed: int
         for document in documents
         for operation in schemathesis.openapi.from_dict(dict(document)).get_all_operations()
     ]
-    # Those that take something can be sent something wrong.
+    # Only endpoints with parameters or a body can receive wrong values.
     kinds = [
         (operation, mode)
         for operation in operations
@@ -244,7 +244,8 @@ def from_documents(documents: Iterable[Mapping[str, Any]], count: int, seed: int
         with contextlib.suppress(Unsatisfiable):
             collect()
         for arguments in found:
-            with contextlib.suppress(requests.RequestException, ValueError):  # what its own client could not send
+            # Skips requests that a client library refuses to send.
+            with contextlib.suppress(requests.RequestException, ValueError):
                 yield _written(requests.Request(**arguments).prepare())
 
 
@@ -261,7 +262,7 @@ def _text(value: str | bytes) -> str:
 
 
 def seeds() -> list[bytes]:
-    """Valid requests to make hostile ones of."""
+    """Valid requests, from which the hostile requests are made."""
 
     def request(method: str, path: str, body: object = None, *headers: str) -> bytes:
         raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -4,9 +4,9 @@
     LEROBOT_PYTHON benchmarks/lerobot_server.py ask --port 8080          # one order of JSON per line
 
 ``serve`` is LeRobot's own (``lerobot.async_inference.policy_server``) with the wait that it adds to every answer (33 ms
-unless told otherwise) set to 0, in its favour. ``--policy none`` answers a constant chunk in place of computing one.
+by default) set to 0, in its favour. ``--policy none`` answers a constant chunk in place of computing one.
 ``ask`` sends what LeRobot's robot client sends, pickled as there: an observation, then asks for its actions; every
-observation "must go", as else the server leaves out those that look like the one before.
+observation "must go", because the server otherwise skips an observation that resembles the previous one.
 """
 
 import argparse
@@ -116,7 +116,7 @@ class Client:
         self._stub.SendObservations(pieces)
         while not (answer := self._stub.GetActions(self._messages.Empty()).data):
             pass
-        return len(pickle.loads(answer))  # of the server that this benchmark started
+        return len(pickle.loads(answer))  # From the server that this benchmark started.
 
 
 def ask(options: argparse.Namespace) -> None:
@@ -128,7 +128,7 @@ def ask(options: argparse.Namespace) -> None:
             case "write":
                 write(**order)
                 found: dict[str, Any] = {}
-            case "prepare":  # what takes long to import is no part of any figure
+            case "prepare":  # Slow imports are not part of any figure.
                 import lerobot.async_inference.robot_client  # noqa: F401 # pyright: ignore[reportMissingImports]
 
                 found = {}

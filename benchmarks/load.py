@@ -4,7 +4,7 @@
     python -m benchmarks.load --only L1,L8 --seconds 20
     python -m benchmarks.load --only L6 --soak 30          # minutes
 
-Processes: the server (``load_server.py``; rows that say so replace its policy by one that computes nothing), a rooms
+Processes: the server (``load_server.py``; some rows, which say so, use a policy without computation), a rooms
 server, and the robots (``load_robots.py``). Bare loops have the same links to the same rooms and only send. Both take
 turns.
 

@@ -27,7 +27,7 @@ class Witness:
         self._longest = 0.0
 
     def taken(self) -> float:
-        """The longest since the last look, in seconds; begins anew."""
+        """The longest since the last look, in seconds; then resets it."""
         longest, self._longest = self._longest, 0.0
         return longest
 

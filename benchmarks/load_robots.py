@@ -3,7 +3,7 @@
     python -m benchmarks.load_robots robots --url URL --count 32
     python -m benchmarks.load_robots bare --url URL --count 32 --rate 50
 
-Each prints one line when it is there. Robots tell at SIGUSR2 what they heard; bare loops begin a measurement anew at
+Each prints one line when it is there. Robots tell at SIGUSR2 what they heard; bare loops begin a new measurement at
 SIGUSR1 and print its figures as JSON at SIGUSR2.
 """
 
@@ -61,7 +61,7 @@ async def live(robot: Robot, options: argparse.Namespace, phase: float) -> None:
         number = max(number + 1, int((now - start) * options.fps))  # nothing is made up for what came late
         for camera in options.cameras:
             robot.show(camera, picture(size, now))
-        # The last joint tells that the robot is there; a hold is told by the others.
+        # The last joint shows that the robot is connected; the other joints show a hold.
         robot.send_joints(STILL if number % 100 == 1 else {"Jaw": 60 + 1e-4 * (number % 2)})
         await sleep_until(start + number / options.fps)
 

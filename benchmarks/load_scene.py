@@ -1,4 +1,4 @@
-"""A server with robots and bare loops beside it, measured, and the rows of ``benchmarks/load.py`` that come of it."""
+"""Measures a server with robots and bare loops on the same machine, and makes rows of ``benchmarks/load.py`` of it."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 class Scene:
-    """A rooms server, a server under measurement, and as many robots as are asked for."""
+    """A rooms server, a server under measurement, and the requested number of robots."""
 
     def __init__(self, stack: ExitStack, policy: str = "scripted", cameras: Sequence[str] = (), **flags: Any):
         self.stack = stack
@@ -62,7 +62,7 @@ class Scene:
             call(f"{self.url}/sessions/{name}/stop", "POST")
 
     def measure(self, seconds: float, meanwhile: Callable[[], Any] = lambda: None) -> Any:
-        """The server's figures of so many seconds."""
+        """Measure the server for this number of seconds."""
         return _measure(self.server, seconds, meanwhile)
 
     def bare(self, count: int, rate: float, seconds: float, cameras: Sequence[str] = (), **flags: Any) -> Any:

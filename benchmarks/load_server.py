@@ -2,7 +2,7 @@
 
     python -m benchmarks.load_server --policy scripted
 
-It prints one line when it is there; SIGUSR1 begins a measurement anew, SIGUSR2 prints its figures as JSON.
+It prints one line when it is there; SIGUSR1 begins a new measurement, SIGUSR2 prints its figures as JSON.
 """
 
 import argparse

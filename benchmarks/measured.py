@@ -1,4 +1,4 @@
-"""What every benchmark writes down: the machine, the spread of its samples, how late bare loops were meanwhile."""
+"""What every benchmark writes down: the machine, the spread of its samples, how late bare loops were during the run."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def percentiles(seconds: Sequence[float] | np.ndarray, percents: Sequence[float]
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Where this runs, how busy it is, and the versions of what runs; ``packages`` are named beside the usual ones."""
+    """Where this runs, how busy it is, and the versions of what runs; ``packages`` are added to the usual packages."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),

@@ -89,7 +89,7 @@ def ask(host, port):
 
 
 def relay(host, port, key=None):
-    """Observations as openpi packs them, each behind its length; answers likewise."""
+    """Observations as openpi packs them, each after its length; the answers have the same form."""
     client = WebsocketClientPolicy(host, int(port), key)
     metadata = client.get_server_metadata()
     here, there = sys.stdin.buffer, sys.stdout.buffer

@@ -42,7 +42,7 @@ class PostgresServer:
 
     def start(self) -> None:
         """Return when it answers."""
-        # fsync as it is by default: what is said to be kept is.
+        # fsync stays on, its default: a commit that is acknowledged is on the disk.
         flags = ("-D", str(self._data), "-k", str(self._folder), "-c", "listen_addresses=")
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen([self._bin / "postgres", *flags], user=self._user, stdout=log, stderr=log)
@@ -53,7 +53,7 @@ class PostgresServer:
             time.sleep(0.02)
 
     def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
-        """End it, at once by default: whoever is connected is cut off."""
+        """End the server, at once by default, which cuts off every connection."""
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait(20)
@@ -96,7 +96,7 @@ def postgres() -> Iterator[PostgresServer]:
     bin = programs()
     if bin is None:
         raise RuntimeError("no PostgreSQL here; on Debian: apt-get install postgresql")
-    # In /tmp, whatever TMPDIR says: a socket's path has at most 107 characters.
+    # In /tmp, not in TMPDIR: a socket's path has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="robojax-pg-", dir="/tmp"))
     try:
         if os.geteuid() == 0:

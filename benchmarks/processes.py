@@ -26,7 +26,7 @@ class Child:
     """A process of ours that prints lines, of which those with figures are JSON."""
 
     def __init__(self, *command: str, env: Mapping[str, str] | None = None, python: str = sys.executable):
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until the process ends
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [python, *command],

@@ -2,11 +2,11 @@
 
     python -m benchmarks.ray_cluster
 
-Three nodes of Ray on this machine, each with one engine. First one, two and three engines are asked by simulated robots
-at 20 Hz and as fast as they answer. Then two front servers with eight robots each; in the middle a node is killed, then
-a front, whose sessions the other one adopts. Last a front with four robots that loses all nodes, the head among them,
-and gets new ones. Nodes of one machine share its cores: the scaling says what a cluster costs here, not what more
-machines give.
+Three nodes of Ray run on this machine, each with one engine. First, simulated robots send requests to one, two and
+three engines, at 20 Hz and as fast as the engines answer. Then two front servers have eight robots each; a node is
+killed, then a front server, whose sessions the other front server adopts. Last, a front server with four robots loses
+all nodes, including the head, and gets new nodes. Nodes on one machine share its cores: the scaling shows what a
+cluster costs here, not what more machines give.
 """
 
 import argparse
@@ -53,11 +53,12 @@ class Nodes:
 
     Attributes:
         folder: gone with them.
-        environment: for whoever joins the cluster: its address, and the token without which nobody may.
+        environment: for whoever joins the cluster: its address, and the token that it requires.
     """
 
     def __init__(self, count: int):
-        self._folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # its sockets' paths have to be short
+        # A short path, because the length of a socket's path is limited.
+        self._folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")
         token = Path(self._folder.name) / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
@@ -139,7 +140,7 @@ def raylets() -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, youngest last; none of one that is gone."""
+    """Descendants of a process, youngest last; empty if the process has ended."""
     with suppress(psutil.NoSuchProcess):
         return [one.pid for one in psutil.Process(pid).children(recursive=True)]
     return []
@@ -194,7 +195,7 @@ class Heard:
 
 
 class ObedientRobot:
-    """Goes at once where it is told, and shows a picture that changes a little."""
+    """Reaches each target at once, and sends a picture that changes a little."""
 
     def __init__(self, name: str, url: str):
         self.name, self.url = name, url
@@ -205,7 +206,7 @@ class ObedientRobot:
 
     @property
     def moves(self) -> bool:
-        """Whether it is being told where to go."""
+        """Whether it receives targets."""
         return bool(self.heard.commands) and time.monotonic() - self.heard.commands[-1] < 0.2
 
     def begin(self) -> None:
@@ -275,7 +276,7 @@ def front(name: str, environment: Mapping[str, str], folder: Path, database: str
 
 
 def session(url: str, name: str) -> None:
-    """Make one that starts when its robot is there."""
+    """Create a session that starts when its robot is connected."""
     body = {
         "session_id": name,
         "policy_path": str(SHIPPED),
@@ -355,7 +356,7 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 async def lost(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
-    """One front whose whole cluster is killed, and made anew at the same address."""
+    """One front whose whole cluster is killed and started again at the same address."""
     with ExitStack() as stack:
         one = front("c", nodes.environment, folder)
         stack.callback(one.end)

@@ -1,13 +1,13 @@
-"""Does a new chunk go on with what the robot is doing, or change its mind at the seam?
+"""Does a new chunk continue the robot's motion, or does it change direction at the seam?
 
     python -m benchmarks.real_time_chunking                # 512 episodes for each of 8 delays and 4 ways, 10 s
 
-Something stands in the way and may be passed on either side (the bifurcation of https://arxiv.org/abs/2506.07339): a
-demonstration is one number per step, ``side * bump(step)`` with the side drawn anew, and a little noise. The best flow
-policy there can be for that is known in closed form, so nothing is trained. It sees the step it is at, gives chunks of
-16 actions of which 8 are executed, and its answer arrives 0 to 7 actions late. Four ways to ask for the next chunk:
+The robot may pass an obstacle on either side (the bifurcation of https://arxiv.org/abs/2506.07339): a demonstration is
+one number per step, ``side * bump(step)``, with a random side for each demonstration and a little noise. The optimal
+flow policy for this has a closed form, so nothing is trained. It sees the current step and gives chunks of 16 actions,
+of which 8 are executed; its answer arrives 0 to 7 actions late. Four ways to compute the next chunk:
 
-- ``unguided``: the new chunk knows nothing of the plan (replace);
+- ``unguided``: the new chunk does not depend on the plan (replace);
 - ``rtc``: `jaxmodels.samplers.continuing`;
 - ``rtc, not through the model``: the same without the model's gradient, as in lerobot 0.4.4;
 - ``trained prefix``: `jaxmodels.samplers.given`, with timesteps of each action's own.
@@ -59,7 +59,7 @@ def velocity(ways: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="way")
 def answer(way: str, ways: jax.Array, prefix: Prefix, key: jax.Array) -> jax.Array:
-    """Chunks (b, t, a) for everybody."""
+    """Chunks (b, t, a), one for each row of the batch."""
     predict = Partial(velocity, ways)
     if way == "trained prefix":
         predict = given(predict, prefix, SCHEDULE)
@@ -99,7 +99,8 @@ def seams(way: str, delay: int, count: int, seed: int = 0) -> Seams:
             if min(height[0, :overlap].max(), height[0, overlap:].max()) > VISIBLE:
                 before, after = left[:, :overlap] * height[:, :overlap], chunk[:, overlap:] * height[:, overlap:]
                 changes.append(np.sign(before.sum((1, 2))) != np.sign(after.sum((1, 2))))
-            chunk = np.concatenate((left[:, :delay], chunk[:, delay:]), axis=1)  # until it is there, the plan goes on
+            # The plan continues until the new chunk arrives.
+            chunk = np.concatenate((left[:, :delay], chunk[:, delay:]), axis=1)
         plan = chunk
     return Seams(float(np.mean(jumps)), float(np.mean(changes)))
 

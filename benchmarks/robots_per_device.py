@@ -78,7 +78,7 @@ class Side:
     """An engine with a policy in it, every batch size compiled.
 
     Args:
-        frame: Height and width of camera pictures. Defaults to those that the policy was trained with.
+        frame: Height and width of camera pictures. The default is the size that the policy was trained with.
     """
 
     def __init__(

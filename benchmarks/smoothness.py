@@ -6,8 +6,8 @@
 The demo's arm in virtual time: control, action queue, guard and overlap are those of a session, ticks and physics take
 turns, and nothing sleeps. An answer counts as there ``delay`` after its frame, and 3 ms more, which is what the shipped
 policy takes; delays are the same for every chunk, so that the tables differ in nothing but the overlap. ``jitter`` adds
-up to so much at random, seeded. Jerk is of the arm's joints as simulated, in rad/s^3 (norm over six joints, third
-difference of 25 Hz samples), mean over all ticks of all episodes, and the mean over episodes of the largest.
+a random delay up to this value, seeded. Jerk is of the arm's joints as simulated, in rad/s^3 (norm over six joints,
+third difference of 25 Hz samples), mean over all ticks of all episodes, and the mean over episodes of the largest.
 
 Target: no delay up to 300 ms costs the default more than 2 lifts of 20. Latest: see docs/robots/motion.md.
 """
@@ -41,7 +41,7 @@ SPARE = 60  # ticks that a robot may wait for its first command
 
 @dataclass
 class Episode:
-    """What became of one: whether the cube is up, joints (n, 6) in radians, commands (n, 6) likewise."""
+    """Result of one episode: whether the cube is up, joints (n, 6) in radians, commands (n, 6) in radians."""
 
     lifted: bool
     joints: np.ndarray
@@ -83,7 +83,7 @@ class Robot:
         target = arm.joints
         for _ in range(HORIZON + SPARE):
             self._buffer.put_joints(dict(zip(self._names, arm.joints.tolist(), strict=True)), self.now)
-            # What is seen is drawn when somebody asks: most pictures of an episode nobody looks at.
+            # A picture is drawn when it is read: most pictures of an episode are never read.
             self._buffer.put_frame(CAMERA, self._blank, self.now)
             step = self.control.tick(self.now)
             if step.request is not None:

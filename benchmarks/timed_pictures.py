@@ -2,7 +2,7 @@
 
 import numpy as np
 
-BITS = 24  # of a picture's time in milliseconds, one black or white bar each
+BITS = 24  # Bits of a picture's time in milliseconds, each drawn as a black or white bar.
 
 
 def stamp(now: float) -> int:

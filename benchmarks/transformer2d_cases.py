@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS = 10  # of a sampler's loop
+STEPS = 10  # Steps of a sampler's loop.
 
 _SD = {"num_attention_heads": 8, "attention_head_dim": 40, "in_channels": 320, "cross_attention_dim": 768}
 _VQ = {
@@ -68,7 +68,7 @@ class Case:
     steps: int = 0
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Arguments of the call; those of a loop's first step."""
+        """Arguments of the call; for a loop, of its first step."""
         rng = np.random.default_rng(0)
         batch = self.shape[0]
         arrays: dict[str, np.ndarray] = {}

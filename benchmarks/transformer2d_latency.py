@@ -1,14 +1,14 @@
-"""How long does a forward pass of the 2D transformer take, beside diffusers' own in torch, eager and compiled?
+"""How long does a forward pass of the 2D transformer take, compared with diffusers' own in torch, eager and compiled?
 
     OMP_WAIT_POLICY=PASSIVE python -m benchmarks.transformer2d_latency --compiled-peer
     python -m benchmarks.transformer2d_latency --device gpu --compiled-peer   # H200, dense bfloat16
 
 Each side is a process of its own (benchmarks/transformer2d_sides.py) over the same files, and they take turns in short
-rounds, so that whatever else the machine does meets all alike. float32 on two threads of a CPU, bfloat16 on a GPU. The
-ratio of two sides is the median over the rounds of the ratio of their medians in a round. Ten-step cases are Euler's
-method: torch in a Python loop, ours as one program over what `prepare` makes once (which is measured, too).
+rounds, so that other load on the machine affects all sides equally. float32 on two threads of a CPU, bfloat16 on a GPU.
+The ratio of two sides is the median over the rounds of the ratio of their medians in a round. Ten-step cases are
+Euler's method: torch in a Python loop, ours as one program over what `prepare` makes once (which is measured, too).
 
-Wants torch and diffusers: pip install -e '.[parity]' (for a GPU, a torch built for it).
+Requires torch and diffusers: pip install -e '.[parity]' (for a GPU, a torch built for it).
 
 Last result: benchmarks/results/transformer2d_latency.json
 """
@@ -36,7 +36,7 @@ from benchmarks.transformer2d_cases import CASES, Case
 DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 OURS, EAGER, COMPILED = "robojax", "diffusers eager", "diffusers torch.compile"
 LONGEST = 100  # calls of a side in one round
-# Spinning OpenMP threads would slow down whoever's turn it is; XLA would take most of a GPU's memory at once.
+# Spinning OpenMP threads would slow down the side that has its turn; XLA would take most of a GPU's memory at once.
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--compiled-peer", action="store_true", help="torch.compile, too: about a minute per case")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="per round and side, at least one call")
-    parser.add_argument("--case", action="append", help="only those whose name has this in it; may be given again")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this text; repeatable")
     parser.add_argument("--output", type=Path, default=RESULTS / "transformer2d_latency.json")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

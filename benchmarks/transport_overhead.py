@@ -1,4 +1,4 @@
-"""What does a request over a socket cost, without inference? Our endpoint for openpi's clients beside openpi's server.
+"""What does a request over a socket cost, without inference? Our endpoint for openpi's clients against openpi's server.
 
     python -m venv VENV && VENV/bin/pip install openpi-client==0.1.2 typing_extensions
     python -m benchmarks.transport_overhead --openpi-python VENV/bin/python
@@ -6,7 +6,7 @@
 A policy that computes nothing, two uint8 images of 224x224 and 7 joints up, a chunk of 50 actions down. The clients are
 openpi's own, unmodified, in processes of their own; sides take turns, and a ratio is ours over theirs, the median of
 the rounds' ratios. Ours does what theirs does not: keys, limits on everything that comes, an engine that batches and
-survives stuck policies, and a guard over every chunk. ``benchmarks/openpi_peer.py`` says how their server stands in.
+survives stuck policies, and a guard over every chunk. ``benchmarks/openpi_peer.py`` says what replaces their server.
 
 Each client needs a core: where there are fewer, requests wait for clients and not for servers. So the processor time
 that each server needs for a request is measured, too.
@@ -106,7 +106,7 @@ def measure(python: str, many: int, rounds: int, count: int) -> dict[str, Any]:
             client.told("ready")
         for number in range(rounds):
             medians = {}
-            # Whoever is first in a round is second in the next.
+            # The server that is first in a round is second in the next.
             for side in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
                 seconds, spent, by_client = turn(servers[side], clients[side], count)
                 found[side]["seconds"] += seconds
@@ -148,14 +148,14 @@ def main() -> None:
         serve()
         return
     if options.openpi_python is None:
-        parser.error("--openpi-python is wanted: a Python with openpi-client 0.1.2")
+        parser.error("--openpi-python is required: a Python with openpi-client 0.1.2")
     quiet = quietness()
     sides = {
         f"clients_{many}": measure(options.openpi_python, many, options.rounds, options.count)
         for many in options.clients
     }
     found = result(
-        "What does one request cost without any thinking, beside openpi's own server?",
+        "What does one request cost without inference, compared with openpi's own server?",
         "python " + " ".join(["-m", "benchmarks.transport_overhead", *sys.argv[1:]]),
         quiet,
         "msgpack",

@@ -42,7 +42,7 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, the dtype it computes in, and what is wanted of it."""
+    """A policy, the dtype it computes in, and what to measure."""
 
     policy: str
     dtype: str = "bfloat16"
@@ -190,7 +190,7 @@ def serve() -> None:
 
 @contextmanager
 def limit(process: Child, seconds: float) -> Iterator[None]:
-    """Ends a process that takes longer than this; whoever waits for its answer is told that it ended."""
+    """Ends a process that takes longer than this; the caller that waits for its answer learns that it ended."""
     timer = threading.Timer(seconds, process.process.kill)
     timer.start()
     try:

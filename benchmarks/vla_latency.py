@@ -227,7 +227,7 @@ def _write_words(folder: Path) -> bytes:
 
 
 def _write_vlm(folder: Path) -> bytes:
-    """Files of SmolVLA's vision-language model beside its weights."""
+    """Files of SmolVLA's vision-language model other than its weights."""
     from jaxmodels.checkpoints.files import write_json
 
     written = _write_bytes_tokenizer(folder, (*WORDS, "<global-img>"))

@@ -92,7 +92,7 @@ def load(
 
 
 def use_sizes(sizes: dict[str, Any]) -> None:
-    """Builds pi0.5 in other sizes than those that LeRobot has in its code."""
+    """Builds pi0.5 in sizes that LeRobot's code does not contain."""
     from lerobot.policies.pi05 import modeling_pi05 as module  # pyright: ignore[reportMissingImports]
 
     build_paligemma = module.PaliGemmaForConditionalGenerationWithPiGemma

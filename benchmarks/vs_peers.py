@@ -1,4 +1,4 @@
-"""How much faster than the peers? The same policies, the same payloads, the same run, everybody in turns.
+"""How much faster than the peers? Same policies, same payloads, same run; the servers take turns.
 
     python -m benchmarks.vs_peers --lerobot-python VENV/bin/python         # one with lerobot 0.4.4 and grpcio
 
@@ -8,8 +8,8 @@
   both from the same files), once with a policy that computes nothing.
 
 A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Behind servers,
-OpenMP's threads wait passively, or those of whoever had its turn before would take the cores. What cannot run is left
-out, with why. Measuring begins when all sizes of batches are compiled.
+OpenMP's threads wait passively; otherwise the threads of the previous server would take the cores. What cannot run is
+left out, with why. Measuring begins when all sizes of batches are compiled.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def serve() -> None:
 
 
 def ask(url: str, policy: str) -> None:
-    """Our client: a session of its own, then as many acts as each line of standard input wants."""
+    """Our client: a session of its own, then the number of acts that each line of standard input requests."""
     from robojax.client import Client
 
     random = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def theirs(stack: ExitStack, python: str, folder: Path, policy: str) -> Ask:
 
 
 def served(python: str | None, folder: Path, policy: str, rounds: int, count: int) -> dict[str, Any]:
-    """Everybody's figures with one policy, in turns."""
+    """The figures of all servers with one policy, in turns."""
     with ExitStack() as stack:
         sides = {OURS: ours(stack, folder, policy)}
         if python is not None:

@@ -4,20 +4,20 @@
     python -m benchmarks.webhook_receive --peer-python VENV/bin/python   # one with huggingface_hub, gradio, fastapi
 
 Each server is a process of its own with a secret, the same three handlers and its default settings; ours writes its
-events to a file. A round sends three deliveries to a sync handler of two seconds, and beside them, on a fixed schedule
-(one of each every 20 ms for a second, whether those before were answered or not): an unrelated GET, and a delivery to
-a quick handler, whose answer is its acknowledgement. The same schedule without the slow ones is the idle case. The
-peer and ours take turns. Target: the unrelated request waits less than 50 ms.
+events to a file. A round sends three deliveries to a sync handler of two seconds and, at the same time on a fixed
+schedule (one of each every 20 ms for a second, whether those before were answered or not): an unrelated GET, and a
+delivery to a quick handler, whose answer is its acknowledgement. The same schedule without the slow ones is the idle
+case. The peer and ours take turns. Target: the unrelated request waits less than 50 ms.
 
 Last, in ms (p50 / p99), 2 cores, Python 3.11, against huggingface_hub 2.4.0 with gradio 6.31:
 
                                      ours            huggingface_hub
     unrelated, idle                  1.1 / 2.2       2.7 / 4.1
-    unrelated, beside slow ones      1.1 / 2.4       5475 / 5968
+    unrelated, with slow handlers    1.1 / 2.4       5475 / 5968
     acknowledged, idle               3.2 / 5.2       1.8 / 2.9       (ours is on the disk by then, thrice)
-    acknowledged, beside slow ones   3.2 / 4.8       5446 / 5916
-    the slow ones, reply mode        2007 / 2007     4004 / 6013
-    the slow ones, queue mode        2.0 / 3.5       there is none
+    acknowledged, with slow handlers 3.2 / 4.8       5446 / 5916
+    slow handlers, reply mode        2007 / 2007     4004 / 6013
+    slow handlers, queue mode        2.0 / 3.5       none
 """
 
 import argparse
@@ -172,7 +172,7 @@ async def ready(session: aiohttp.ClientSession, url: str, within: float = 60.0) 
 
 
 async def beside(session: aiohttp.ClientSession, url: str, waits: dict[str, list[float]]) -> None:
-    """One of each every 20 ms for a second."""
+    """Send one delivery of each kind every 20 ms for a second."""
     began = time.perf_counter()
     asked: dict[str, list[asyncio.Task[float]]] = {"unrelated": [], "acknowledged": []}
     for number in range(50):
@@ -205,7 +205,7 @@ async def run(rounds: int, peer_python: str | None) -> dict[str, object]:
         urls = {"ours": held.enter_context(serving(sys.executable, OURS, folder))}
         if peer_python is not None:
             urls["huggingface_hub"] = held.enter_context(serving(peer_python, PEER, folder))
-        # No limit of connections: a sender must not wait for another one's answer.
+        # No limit of connections: a sender must not wait for the answer of another sender.
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             try:
                 for url in urls.values():
