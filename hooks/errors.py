@@ -2,11 +2,24 @@
 
 
 class HooksError(Exception):
-    """Base class of the errors that this package raises on purpose; their text is safe to show to users."""
+    """Base class of the errors that this package raises on purpose; their text is safe to show to users.
+
+    Example:
+        >>> from hooks import InvalidWebhook
+        >>> issubclass(InvalidWebhook, HooksError)
+        True
+    """
 
 
 class InvalidWebhook(HooksError, ValueError):
-    """An argument or field of a webhook is invalid."""
+    """An argument or field of a webhook is invalid.
+
+    Example:
+        >>> from hooks import WebhooksClient
+        >>> WebhooksClient(endpoint="huggingface.co")
+        Traceback (most recent call last):
+        hooks.errors.InvalidWebhook: endpoint 'huggingface.co': wanted https://host, as https://huggingface.co
+    """
 
 
 class InvalidSettings(HooksError, ValueError):
@@ -19,6 +32,14 @@ class HubTrouble(HooksError):
     Attributes:
         status: HTTP status of the response; None without a response.
         was_sent: whether the Hub may have received and executed the request.
+
+    Example:
+        >>> from hooks import WebhooksClient
+        >>> try:
+        ...     WebhooksClient(token="hf_unknown").list_webhooks()
+        ... except HubTrouble as error:
+        ...     print(error.status)
+        401
     """
 
     was_sent = True
@@ -30,7 +51,16 @@ class HubTrouble(HooksError):
 
 
 class UnknownWebhook(HubTrouble):
-    """There is no webhook with this id."""
+    """There is no webhook with this id.
+
+    Example:
+        >>> from hooks import get_webhook
+        >>> try:
+        ...     get_webhook("6390e855e30d9209411de93b")
+        ... except UnknownWebhook as error:
+        ...     print(error.status)
+        404
+    """
 
 
 class StoreError(HooksError):
@@ -46,6 +76,10 @@ class RetryableError(HooksError):
 
     Attributes:
         after: seconds until the next run; None for the receiver's backoff.
+
+    Example:
+        >>> def on_push(payload):
+        ...     raise RetryableError("the robot is moving", after=60)
     """
 
     def __init__(self, message: str = "", after: float | None = None):

@@ -34,27 +34,47 @@ class _Part(BaseModel):
 
 
 class ObjectId(_Part):
-    """Part of a payload with an id."""
+    """Part of a payload with an id.
+
+    Example:
+        >>> ObjectId(id="628b753283ef59b5be89e937").id
+        '628b753283ef59b5be89e937'
+    """
 
     id: str
 
 
 class WebhookPayloadUrl(_Part):
-    """Links to a repo, discussion or comment: ``web`` for people, ``api`` for programs."""
+    """Links to a repo, discussion or comment: ``web`` for people, ``api`` for programs.
+
+    Example:
+        >>> WebhookPayloadUrl(web="https://huggingface.co/lab/arm").api is None
+        True
+    """
 
     web: str
     api: Lenient[str] = None
 
 
 class WebhookPayloadMovedTo(_Part):
-    """New name of a repo that was moved."""
+    """New name of a repo that was moved.
+
+    Example:
+        >>> WebhookPayloadMovedTo.model_validate({"name": "lab/arm-2", "owner": {"id": "628b"}}).owner.id
+        '628b'
+    """
 
     name: str
     owner: Lenient[ObjectId] = None
 
 
 class WebhookPayloadWebhook(ObjectId):
-    """Webhook that sent this delivery."""
+    """Webhook that sent this delivery.
+
+    Example:
+        >>> WebhookPayloadWebhook(id="6390e855e30d9209411de93b", version=3).version
+        3
+    """
 
     version: Lenient[int] = None
 
@@ -65,6 +85,10 @@ class WebhookPayloadEvent(_Part):
     Attributes:
         action: ``create``, ``delete``, ``move``, ``update``, or a newer one.
         scope: ``repo``, ``repo.content``, ``repo.config``, ``discussion``, ``discussion.comment``, or a narrower one.
+
+    Example:
+        >>> WebhookPayloadEvent(action="update", scope="repo.content").scope
+        'repo.content'
     """
 
     action: str
@@ -72,14 +96,24 @@ class WebhookPayloadEvent(_Part):
 
 
 class WebhookPayloadDiscussionChanges(_Part):
-    """Base and merge commit of a pull request."""
+    """Base and merge commit of a pull request.
+
+    Example:
+        >>> WebhookPayloadDiscussionChanges(base="refs/heads/main").mergeCommitId is None
+        True
+    """
 
     base: str
     mergeCommitId: Lenient[str] = None
 
 
 class WebhookPayloadComment(ObjectId):
-    """Comment of a discussion; a hidden comment has no ``content``."""
+    """Comment of a discussion; a hidden comment has no ``content``.
+
+    Example:
+        >>> WebhookPayloadComment(id="6399f585", content="How many cubes?").content
+        'How many cubes?'
+    """
 
     author: Lenient[ObjectId] = None
     hidden: Lenient[bool] = False
@@ -88,7 +122,13 @@ class WebhookPayloadComment(ObjectId):
 
 
 class WebhookPayloadDiscussion(ObjectId):
-    """Discussion or pull request."""
+    """Discussion or pull request.
+
+    Example:
+        >>> discussion = {"id": "6399f585", "num": 19, "title": "Grasp", "isPullRequest": True, "status": "open"}
+        >>> WebhookPayloadDiscussion.model_validate(discussion).isPullRequest
+        True
+    """
 
     num: int
     author: Lenient[ObjectId] = None
@@ -106,6 +146,11 @@ class WebhookPayloadRepo(ObjectId):
     Attributes:
         head_sha: commit of the default branch, ``headSha`` on the wire; set for scopes of ``repo``, but not of buckets.
         type: ``model``, ``dataset``, ``space``, ``bucket``, or a newer one.
+
+    Example:
+        >>> repo = {"id": "628b", "type": "model", "name": "lab/arm", "headSha": "5b1f3c"}
+        >>> WebhookPayloadRepo.model_validate(repo).head_sha
+        '5b1f3c'
     """
 
     owner: Lenient[ObjectId] = None
@@ -124,7 +169,12 @@ class WebhookPayloadRepo(ObjectId):
 
 
 class WebhookPayloadUpdatedRef(_Part):
-    """Branch or tag that moved; ``oldSha`` is None for a new ref, ``newSha`` for a deleted ref."""
+    """Branch or tag that moved; ``oldSha`` is None for a new ref, ``newSha`` for a deleted ref.
+
+    Example:
+        >>> WebhookPayloadUpdatedRef(ref="refs/heads/main", newSha="5b1f3c").oldSha is None
+        True
+    """
 
     ref: str
     oldSha: str | None = None
@@ -132,7 +182,12 @@ class WebhookPayloadUpdatedRef(_Part):
 
 
 class WebhookPayloadUpdatedFile(_Part):
-    """File of a bucket that was added, overwritten or deleted."""
+    """File of a bucket that was added, overwritten or deleted.
+
+    Example:
+        >>> WebhookPayloadUpdatedFile(path="episode_0.mcap", action="added", size=1024).size
+        1024
+    """
 
     path: str
     action: str
@@ -141,7 +196,14 @@ class WebhookPayloadUpdatedFile(_Part):
 
 
 class WebhookPayload(_Part):
-    """Body of one webhook delivery of the Hub."""
+    """Body of one webhook delivery of the Hub.
+
+    Example:
+        >>> from hooks.payload import sample
+        >>> payload = WebhookPayload.model_validate(sample("repo.content", repo="lab/arm"))
+        >>> payload.is_about("repo"), payload.new_sha("main") == payload.repo.head_sha
+        (True, True)
+    """
 
     event: WebhookPayloadEvent
     repo: WebhookPayloadRepo

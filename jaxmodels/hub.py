@@ -42,6 +42,12 @@ POLICY_FILES = (
     "*/config.json",
     "*/tokenizer.json",
 )
+"""Files of a policy that are fetched, as patterns of names.
+
+Example:
+    >>> "config.json" in POLICY_FILES
+    True
+"""
 WORKING_DIRECTORY = (
     "a relative path starts in the working directory of the process that loads the policy; for a session, of the server"
 )

@@ -48,7 +48,16 @@ Arguments = ParamSpec("Arguments")
 
 
 class HubRefused(HubTrouble, HfHubHTTPError):
-    """The Hub responded with an error status; also huggingface_hub's ``HfHubHTTPError``."""
+    """The Hub responded with an error status; also huggingface_hub's ``HfHubHTTPError``.
+
+    Example:
+        >>> from hooks import WebhooksClient
+        >>> try:
+        ...     WebhooksClient(token="hf_unknown").list_webhooks()
+        ... except HubRefused as error:
+        ...     print(error.response.status_code)
+        401
+    """
 
     def __init__(self, message: str, *, response: httpx2.Response, server_message: str | None = None):
         HfHubHTTPError.__init__(self, message, response=response, server_message=server_message)
@@ -60,11 +69,26 @@ class WebhookNotFound(UnknownWebhook, HubRefused):
 
 
 class HubSilent(HubTrouble, TimeoutError):
-    """The Hub did not respond within the timeout."""
+    """The Hub did not respond within the timeout.
+
+    Example:
+        >>> from hooks import HubTrouble
+        >>> issubclass(HubSilent, HubTrouble) and issubclass(HubSilent, TimeoutError)
+        True
+    """
 
 
 class HubUnreachable(HubTrouble, ConnectionError):
-    """The Hub could not be connected to, or the connection broke."""
+    """The Hub could not be connected to, or the connection broke.
+
+    Example:
+        >>> from hooks import WebhooksClient
+        >>> try:
+        ...     WebhooksClient("http://127.0.0.1:9", token="hf_any", timeout=0.1).list_webhooks()
+        ... except HubUnreachable as error:
+        ...     print(error.was_sent)
+        False
+    """
 
 
 class WebhookFields(TypedDict, total=False):
@@ -91,6 +115,13 @@ class WebhooksClient:
         InvalidWebhook: an argument is invalid (also a ValueError); nothing was sent.
         UnknownWebhook: there is no webhook with this id.
         HubTrouble: the Hub refused, did not respond in time, or sent an invalid response.
+
+    Example:
+        >>> client = WebhooksClient()
+        >>> webhook = client.ensure(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm", secret=16 * "s")
+        >>> webhook.status
+        'enabled'
+        >>> client.delete_webhook(webhook.id)
     """
 
     def __init__(
@@ -118,18 +149,40 @@ class WebhooksClient:
         self.allow_http = tuple(allow_http)
 
     def list_webhooks(self, *, token: Token = None) -> list[WebhookInfo]:
-        """List all webhooks of the account."""
+        """List all webhooks of the account.
+
+        Example:
+            >>> from hooks import list_webhooks
+            >>> [webhook.url for webhook in list_webhooks()]
+            []
+        """
         answer = self._request_json("GET", token=token)
         if not isinstance(answer, list):
             raise HubTrouble(f"{self.endpoint} answered {type(answer).__name__} instead of a list of webhooks")
         return [read_webhook(webhook) for webhook in answer]
 
     def get_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
-        """Return the webhook with this id."""
+        """Return the webhook with this id.
+
+        Example:
+            >>> from hooks import create_webhook, delete_webhook, get_webhook
+            >>> webhook = create_webhook(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm")
+            >>> get_webhook(webhook.id).watched
+            [WebhookWatchedItem(type='model', name='lab/arm')]
+            >>> delete_webhook(webhook.id)
+        """
         return self._request_webhook("GET", webhook_id, token=token)
 
     def create_webhook(self, *, watched: Watched, token: Token = None, **fields: Unpack[WebhookFields]) -> WebhookInfo:
-        """Create a webhook, without retries; after ``HubTrouble`` it may still exist (see ``ensure``)."""
+        """Create a webhook, without retries; after ``HubTrouble`` it may still exist (see ``ensure``).
+
+        Example:
+            >>> from hooks import create_webhook, delete_webhook
+            >>> webhook = create_webhook(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm")
+            >>> webhook.domains
+            ['repo', 'discussion']
+            >>> delete_webhook(webhook.id)
+        """
         body = make_body(watched=watched, **fields, is_new=True, allow_http=self.allow_http)
         return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
@@ -146,6 +199,13 @@ class WebhooksClient:
 
         The Hub always replaces ``watched`` and ``domains``, so their present values are read first if they are omitted;
         a change by another client in between is lost. With ``allow_empty``, an empty ``watched`` stops all deliveries.
+
+        Example:
+            >>> from hooks import create_webhook, delete_webhook, update_webhook
+            >>> webhook = create_webhook(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm")
+            >>> update_webhook(webhook.id, domains="repo").domains
+            ['repo']
+            >>> delete_webhook(webhook.id)
         """
         body = make_body(watched=watched, **fields, is_new=False, allow_empty=allow_empty, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
@@ -153,15 +213,39 @@ class WebhooksClient:
         return self._request_webhook("POST", webhook_id, body=body, token=token)
 
     def enable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
-        """Enable deliveries of a webhook (again)."""
+        """Enable deliveries of a webhook (again).
+
+        Example:
+            >>> from hooks import create_webhook, delete_webhook, enable_webhook
+            >>> webhook = create_webhook(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm")
+            >>> enable_webhook(webhook.id).status
+            'enabled'
+            >>> delete_webhook(webhook.id)
+        """
         return self._request_webhook("POST", webhook_id, "enable", token=token)
 
     def disable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
-        """Disable deliveries of a webhook until it is enabled."""
+        """Disable deliveries of a webhook until it is enabled.
+
+        Example:
+            >>> from hooks import create_webhook, delete_webhook, disable_webhook
+            >>> webhook = create_webhook(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm")
+            >>> disable_webhook(webhook.id).status
+            'disabled'
+            >>> delete_webhook(webhook.id)
+        """
         return self._request_webhook("POST", webhook_id, "disable", token=token)
 
     def delete_webhook(self, webhook_id: str, *, token: Token = None) -> None:
-        """Delete a webhook; this cannot be undone."""
+        """Delete a webhook; this cannot be undone.
+
+        Example:
+            >>> from hooks import create_webhook, delete_webhook, list_webhooks
+            >>> webhook = create_webhook(url="https://192.0.2.7/webhooks/push", watched="model:lab/arm")
+            >>> delete_webhook(webhook.id)
+            >>> list_webhooks()
+            []
+        """
         self._request_json("DELETE", webhook_id, token=token)
 
     def replay(self, webhook_id: str, log_id: str, *, token: Token = None) -> int:
@@ -405,6 +489,11 @@ class AsyncWebhooksClient:
     """`WebhooksClient` for asyncio: each call runs in its own daemon thread.
 
     A cancelled call stops waiting; the Hub may still execute its request.
+
+    Example:
+        >>> import asyncio
+        >>> asyncio.run(AsyncWebhooksClient().list_webhooks())
+        []
     """
 
     def __init__(self, endpoint: str | None = None, token: Token = None, **options: Any):

@@ -40,6 +40,13 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
     Attributes:
         has_secret: whether the webhook has a secret; newer Hubs send this instead of ``secret``, which is then None.
         job_id: id of the job that the webhook starts; only a registry sends it.
+
+    Example:
+        >>> from hooks import create_webhook, delete_webhook
+        >>> webhook = create_webhook(url="https://192.0.2.7/push", watched="model:lab/arm", secret=16 * "s")
+        >>> webhook.has_secret, webhook.status
+        (True, 'enabled')
+        >>> delete_webhook(webhook.id)
     """
 
     has_secret: bool = False
@@ -243,7 +250,12 @@ def check_webhook_id(webhook_id: str) -> str:
 
 
 def generate_secret() -> str:
-    """Generate a secret of 256 random bits."""
+    """Generate a secret of 256 random bits.
+
+    Example:
+        >>> len(generate_secret())
+        43
+    """
     return random_secrets.token_urlsafe(32)
 
 
@@ -252,6 +264,13 @@ def find_secret(file: str | Path | None = None, *, generate: bool = False) -> st
 
     Raises:
         InvalidWebhook: the file cannot be read or created, or is empty.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     secret = find_secret(f"{folder}/secret", generate=True)
+        >>> len(secret)
+        43
     """
     if file is None:
         if generate:

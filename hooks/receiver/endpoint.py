@@ -106,6 +106,10 @@ class ReceiverSettings:
         kept_dead: time for which dead letters are stored.
         kept_bytes: size of the bodies of finished events above which the oldest are deleted.
         stop_within: time for running handlers when the server stops; unfinished events run at the next start.
+
+    Example:
+        >>> ReceiverSettings(secrets=("a secret of the Hub",), attempts=3).attempts
+        3
     """
 
     secrets: tuple[str, ...] = field(default=(), repr=False)

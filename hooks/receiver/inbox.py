@@ -98,6 +98,10 @@ class Event:
         headers: headers of the request, without secrets and signatures.
         body: body of the request; empty in listings.
         answer: answer to duplicates; None until the event is done, and in listings.
+
+    Example:
+        >>> def on_push(event: Event):
+        ...     print(event.repo, event.attempt)
     """
 
     id: str

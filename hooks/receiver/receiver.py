@@ -158,6 +158,12 @@ class Receiver:
         settings: secrets, limits and the file of events; without secrets the receiver is open to everyone.
         prefix: prefix of all paths.
         is_guarded: whether the app checks senders itself; then the receiver logs no warning about a missing secret.
+
+    Example:
+        >>> receiver = Receiver()
+        >>> receiver.add(lambda payload: payload.repo.name, "push")
+        '/webhooks/push'
+        >>> blueprint = receiver.blueprint()  # app.blueprint(blueprint) adds it to a Sanic app
     """
 
     def __init__(

@@ -89,6 +89,15 @@ class WebhooksServer:
     Raises:
         TypeError: ``ui`` is neither HTML nor a blueprint.
         InvalidWebhook: a secret is invalid.
+
+    Example:
+        >>> from hooks import WebhookPayload
+        >>> server = WebhooksServer(webhook_secret="a secret of the Hub", database="memory")
+        >>> @server.add_webhook
+        ... async def push(payload: WebhookPayload):
+        ...     return {"repo": payload.repo.name}
+        >>> list(server.registered_webhooks)
+        ['/webhooks/push']
     """
 
     def __init__(
@@ -326,6 +335,13 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
 
     Returns:
         The function itself, with ``launch``, ``run`` and ``close`` attached.
+
+    Example:
+        >>> from hooks import WebhookPayload
+        >>> @webhook_endpoint
+        ... async def on_push(payload: WebhookPayload):
+        ...     print(payload.repo.name)
+        >>> on_push.launch()  # doctest: +SKIP
     """
     if callable(path):
         return webhook_endpoint(None, **options)(path)

@@ -234,7 +234,7 @@ def maskgit(
     Example:
         >>> def predict(ids, t):  # Class 1 for the first token, class 0 for the second token.
         ...     return jnp.log(jnp.float32([[[0.01, 0.99], [0.99, 0.01]]]))
-        >>> schedule = MaskSchedule(num_classes=3, temperature=(0, 0), class_temperature=0)
+        >>> schedule = MaskSchedule(num_classes=3, temperature=(0.0, 0.0), class_temperature=0.0)
         >>> maskgit(predict, (1, 2), jax.random.key(0), schedule, steps=2).ids.tolist()
         [[1, 0]]
     """

@@ -108,7 +108,7 @@ def draw_curve(metrics: str | os.PathLike[str], picture: str | os.PathLike[str])
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     metrics = Path(folder, "metrics.jsonl")
-        ...     _ = metrics.write_text('{"step": 1, "loss": 2.0}\\n{"step": 2, "loss": 1.0}\\n')
+        ...     _ = metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
         ...     draw_curve(metrics, Path(folder, "loss.png"))
         ...     Path(folder, "loss.png").exists()
         True

@@ -337,7 +337,19 @@ def for_each_layer(layers: nnx.Module, *arguments: Any, count: int | None = None
 
 
 class Modulations(NamedTuple):
-    """Modulation of all layers (leading axis) and of a patched model's head."""
+    """Modulation of all layers (leading axis) and of a patched model's head.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxmodels import Transformer2DModel
+        >>> model = Transformer2DModel(
+        ...     num_attention_heads=2, attention_head_dim=4, in_channels=4, sample_size=8, patch_size=2,
+        ...     norm_type="ada_norm_zero", num_embeds_ada_norm=10,
+        ... )
+        >>> modulations = model.prepare_modulations(jnp.array([7]), class_labels=jnp.array([3]))
+        >>> isinstance(modulations, Modulations)
+        True
+    """
 
     blocks: BlockModulation
     head: BlockAffine | None = None
@@ -347,6 +359,15 @@ class Conditioning(NamedTuple):
     """Everything that `Transformer2DModel.prepare` computes before a call; a pytree.
 
     `context` (keys and values for every layer) is the same for all steps; `modulations` differ for each timestep.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxmodels import Transformer2DModel
+        >>> model = Transformer2DModel(
+        ...     num_attention_heads=2, attention_head_dim=4, in_channels=8, norm_num_groups=2, cross_attention_dim=6
+        ... )
+        >>> model.prepare(encoder_hidden_states=jnp.zeros((1, 5, 6))).keys
+        5
     """
 
     context: BlockKeyValues

@@ -32,6 +32,15 @@ class CompiledTransformer2D:
 
     Args:
         model: a `Transformer2DModel`; later changes of its weights have no effect.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxmodels import Transformer2DModel
+        >>> model = Transformer2DModel(num_attention_heads=2, attention_head_dim=4, in_channels=8, norm_num_groups=2)
+        >>> compiled = CompiledTransformer2D(model)
+        >>> compiled.compile(jnp.zeros((1, 8, 4, 4)))
+        >>> compiled(jnp.zeros((1, 8, 4, 4))).shape
+        (1, 8, 4, 4)
     """
 
     def __init__(self, model: Any):

@@ -69,6 +69,11 @@ class Transformer2DModelOutput(NamedTuple):
     Attributes:
         sample: (batch, channel, height, width), or for discrete input the log-probabilities
             (batch, classes - 1, latent pixels) of every class but the masked one.
+
+    Example:
+        >>> output = Transformer2DModelOutput(jnp.zeros((1, 4, 8, 8)))
+        >>> output["sample"].shape
+        (1, 4, 8, 8)
     """
 
     sample: Float[Array, "..."]

@@ -16,6 +16,10 @@ class Rooms:
         cameras: camera name to room id, ``{session}-{camera}``.
         joint_input: ``{session}-joint-input``, in which the robot reports its joints.
         joint_output: ``{session}-joint-output``, in which the session sends commands.
+
+    Example:
+        >>> Rooms("lab", {"front": "arm-front"}, "arm-joint-input", "arm-joint-output").ids
+        ('arm-front', 'arm-joint-input', 'arm-joint-output')
     """
 
     workspace_id: str

@@ -75,6 +75,19 @@ async def connect_robot(
     Raises:
         InvalidRequest: the URL or the key is invalid.
         TransportError: the server cannot be reached, or a room is unknown or has another robot.
+
+    Example:
+        >>> import asyncio
+        >>> from robojax import AsyncClient, Rooms
+        >>> async def run() -> bool:
+        ...     async with AsyncClient() as client:
+        ...         url = client.url
+        ...         await client.create("arm", "robojax/sim/policy", transport_server_url=url, workspace_id="lab")
+        ...         rooms = Rooms("lab", {"front": "arm-front"}, "arm-joint-input", "arm-joint-output")
+        ...         async with connect_robot(url, rooms, on_command=lambda joints, at: None) as robot:
+        ...             return robot.send_joints({"Elbow": 20.0})
+        >>> asyncio.run(run())
+        True
     """
     address = Address.parse(url)
     async with http_session(headers=auth_headers(key)) as session:
