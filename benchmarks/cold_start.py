@@ -199,7 +199,7 @@ def measure(rounds: int, lerobot: str | None, scratch: Path) -> tuple[dict[str, 
     taken: dict[str, list[Times]] = {name: [] for name in ways}
     for name in [one for one in ways if one.endswith("again")]:
         try:
-            ways[name]()  # whatever is compiled once, is
+            ways[name]()  # Fill the compile caches.
         except Refused as error:
             left_out[name] = left_out[name.replace("again", "first")] = str(error)
     for number in range(rounds):

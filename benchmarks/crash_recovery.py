@@ -45,7 +45,7 @@ from tests.testing.doubles import ScriptedLoader
 CLIENTS = 6
 # Seconds after the first request in which the kill comes.
 LIFE = (0.0, 0.25)
-# What may be asked of a session by how it stands, and how it stands then.
+# Requests that a session accepts, by its stage.
 ASKED = {
     "absent": ("create",),
     "interrupted": ("restart", "create", "delete", "emergency_stop", "reset"),
@@ -68,9 +68,9 @@ class Known:
     """What one client knows about its session from the answers.
 
     Attributes:
-        stage: as acknowledged last, or ``absent``.
-        stood: stages that the server may have written down, while it is interrupted.
-        asked: what was asked for and not answered yet.
+        stage: stage of the last answer, or ``absent``.
+        stood: stages that the server may have recorded, for an interrupted session.
+        asked: request that the server has not answered yet, or an empty text.
     """
 
     stage: str = "absent"
@@ -194,7 +194,7 @@ class Campaign:
         return answer.status, told.get("status")
 
     async def compare(self, http: aiohttp.ClientSession, life: int) -> None:
-        """Hold what is listed against what was acknowledged; from here on what is listed is what is known."""
+        """Compare the listed sessions with the acknowledged ones, which are replaced by the listed ones."""
         async with http.get("/sessions") as answer:
             listed = {one["session_id"]: one for one in await answer.json()}
         for name, known in self.known.items():
@@ -236,7 +236,7 @@ class Campaign:
         if orphans:
             self.fault("orphan_rooms", f"life {life}: {sorted(orphans)}")
         if taken:
-            self.fault("moved_by_themselves", f"life {life}: somebody is in {taken}")
+            self.fault("moved_by_themselves", f"life {life}: {taken} is occupied")
 
     def fault(self, what: str, where: str) -> None:
         """Count it, and note the first ones."""

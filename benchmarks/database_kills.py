@@ -178,7 +178,7 @@ class Kills(Campaign):
         return "unready" if "never ready" in str(told.get("detail")) else answer.status
 
     async def compare_all(self, of_victim: set[str], where: str) -> None:
-        """Hold what is said against what was acknowledged; from here on what is said is what is known."""
+        """Compare the lists of all servers with the acknowledged sessions, which are replaced by the listed ones."""
         until = time.monotonic() + AGREED
         while True:
             lists = [await one.listed() for one in self.servers]
@@ -224,7 +224,7 @@ class Kills(Campaign):
             mine = [place for place in self._table.rooms if (place.workspace, place.room) in {
                 (rooms["workspace_id"], id) for id in ids}]  # fmt: skip
             if any(self._table.is_occupied(place) for place in mine):
-                self.fault("moved_by_themselves", f"{where}, {name}: somebody is in its rooms")
+                self.fault("moved_by_themselves", f"{where}, {name}: its rooms are occupied")
 
     def result(self) -> dict[str, Any]:
         """All figures, JSON-ready."""

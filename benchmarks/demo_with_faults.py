@@ -150,7 +150,7 @@ class Fault:
         tick: of the episode, when it happened.
         moved_on: until the last new target came.
         stood: from the fault to the first new target after it.
-        hold, status: as the session told them meanwhile.
+        hold, status: hold and status that the session reported during the fault.
         is_still: whether no new target came between a second after the fault and the end of its cause.
     """
 

@@ -146,7 +146,7 @@ async def stop_often(url: str, session: str, took: list[float]) -> None:
 
 @asynccontextmanager
 async def flooding(kind: str, url: str, watched: list[Rooms], seconds: float) -> AsyncIterator[dict[str, Any]]:
-    """Whatever sends for so long; what it has sent is in the answer afterwards."""
+    """Send a flood of a kind for some seconds; its figures are in the yielded dictionary afterwards."""
     host, port = url.removeprefix("http://").split(":")
     sent: dict[str, Any] = {}
     if kind == "nothing":

@@ -8,7 +8,7 @@ its own. Its policy reads the bars and repeats them in every action, so that eac
 from; ``ACT`` also runs the shipped policy first. Both processes read the same monotonic clock. Stages:
 
 - video: encoding, transfer, decoding (VP8 over WebRTC, or JPEG over a WebSocket)
-- waiting to be asked about: until the control loop calls the policy with the picture
+- waiting for the control loop: until it calls the policy with the picture
 - queue, inference: waiting for the device, and computing
 - back: until the event loop has the chunk, judged and planned
 - waiting for its tick: until a tick sends an action of it
@@ -60,7 +60,7 @@ CASES = {
 }
 STAGES = {
     "video": ("taken", "seen"),
-    "waiting to be asked about": ("seen", "asked"),
+    "waiting for the control loop": ("seen", "asked"),
     "queue": ("asked", "began"),
     "inference": ("began", "ended"),
     "back": ("ended", "planned"),
@@ -108,7 +108,7 @@ class Notes:
 
 
 class Reading:
-    """A policy whose every action says which picture it saw, after whatever another policy takes to compute."""
+    """Policy whose actions encode the number of the picture, after the computing time of another policy."""
 
     def __init__(self, policy: Any, notes: Notes):
         self._policy = policy

@@ -16,10 +16,10 @@ PERIOD = 0.005
 
 
 class Witness:
-    """The longest that a thread without work was kept from running, between two looks.
+    """Thread that measures how long a core did not run it between two reads.
 
     Args:
-        core: on which it sleeps; a virtual machine may lose one of them for a while, and keep the others.
+        core: core on which it sleeps; a virtual machine may pause a single core.
     """
 
     def __init__(self, core: int):

@@ -93,10 +93,9 @@ async def beat(
     phase: float = 0.0,
     seconds: float | None = None,
 ) -> None:
-    """Nothing but a deadline and a call, ``rate`` times a second; ``note`` gets how late each was, in seconds.
+    """Call ``note`` with the lateness in seconds at each deadline, ``rate`` times per second.
 
-    With an end, every beat is done however late it is; without one, those that nobody woke up for are skipped, as a
-    robot's control does.
+    With an end, no deadline is skipped. Without one, missed deadlines are skipped, as in a robot's control.
     """
     start = time.monotonic() + phase
     number = 0

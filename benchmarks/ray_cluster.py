@@ -49,11 +49,11 @@ DOWN = 30.0
 
 
 class Nodes:
-    """The first node is the cluster's head; each has one processor for one engine.
+    """Nodes of a Ray cluster, each with one processor for one engine; the first node is the head.
 
     Attributes:
-        folder: gone with them.
-        environment: for whoever joins the cluster: its address, and the token that it requires.
+        folder: their temporary folder.
+        environment: environment of processes that join the cluster: its address and token.
     """
 
     def __init__(self, count: int):

@@ -129,7 +129,7 @@ class Theirs:
             return Transformer2DModel(**case.config).eval()
 
     def write(self, case: Case, folder: str) -> None:
-        """A folder with random weights; also those that start as zeros, which would hide what they multiply."""
+        """Write a folder with random weights, including weights that start as zeros, so that all layers count."""
         torch = self.torch
         torch.manual_seed(0)
         model = self.build(case)

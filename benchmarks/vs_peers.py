@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--lerobot-python", help="a Python with lerobot 0.4.4 and grpcio")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
-        "--count", type=int, default=5, help="inferences of each side and round; 10 times as many no-op"
+        "--count", type=int, default=5, help="inferences of each side and round; ten times more without a policy"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "vs_peers.json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
