@@ -279,8 +279,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
-    """Return the network of a config, without weights."""
-    return blueprint_of(get_policy_type(config.type).model, config)
+    """Return the network of a config, without weights and dropout, as the policy's program uses it."""
+    return blueprint_of(get_policy_type(config.type).model, config.architecture())
 
 
 def _get_weights_name(folder: Folder) -> str:

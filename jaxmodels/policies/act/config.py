@@ -41,8 +41,6 @@ class ActConfig(LerobotConfig):
     names: ClassVar[Mapping[str, str]] = {"ENV": ENVIRONMENT_STATE}
     indifferent: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.indifferent,
-        "n_vae_encoder_layers",
-        "latent_dim",
         "temporal_ensemble_coeff",
         "dropout",
         "kl_weight",
@@ -107,7 +105,7 @@ class ActConfig(LerobotConfig):
         return super().table_numbers + (tokens + self.chunk_size * self.use_vae) * self.dim_model
 
     def architecture(self) -> "ActConfig":
-        return self._with_defaults(use_vae=False, n_action_steps=1)
+        return self._with_defaults(n_action_steps=1)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":

@@ -336,8 +336,9 @@ class Act(nnx.Module):
 
 def act(config: ActConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """Return a normalised action chunk for a normalised observation, with weights of `prepare`."""
-    # The latent is zeros, so its kernel is not used. Checkpoints with another `latent_dim` share this program.
-    return blueprint_of(Act, config).assemble({**weights, "latent_in.kernel": None})(observation)
+    plan = blueprint_of(Act, config)
+    # The latent is zeros, so serving weights have neither its kernel nor the VAE's encoder.
+    return plan.assemble({**dict.fromkeys(plan.shapes), **weights})(observation)
 
 
 class TemporalEnsembler:

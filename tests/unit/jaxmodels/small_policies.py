@@ -18,6 +18,7 @@ from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar, model_bluepri
 from jaxmodels.policies.tokens2d.policy import Tokens2dConfig
 from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature, Observation
+from jaxmodels.weights import blueprint_of
 from tests.testing.models import lively_weights, random_stats, small_config
 
 WITH_PREFIX = tuple(kind for kind in trained_types() if get_policy_type(kind).takes_prefix)
@@ -77,7 +78,7 @@ def random_weights(config: Any, spread: float = 0.2, seed: int = 0) -> dict[str,
 def random_model(config: Any, seed: int = 0) -> Any:
     """Return a model without zero weights."""
     weights = random_weights(config, seed=seed)
-    return model_blueprint(config).assemble(jax.device_put(dict(weights)))
+    return blueprint_of(get_policy_type(config.type).model, config).assemble(jax.device_put(dict(weights)))
 
 
 def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:

@@ -130,13 +130,13 @@ def test_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -
 def test_training_settings_do_not_change_the_program(kind: str) -> None:
     config = CONFIGS[kind]
     trained = {
-        "act": {"kl_weight": 1.0, "latent_dim": 8},
+        "act": {"kl_weight": 1.0, "optimizer_lr_backbone": 1.0},
         "diffusion2d": {"timestep_sampling_strategy": "uniform", "scheduler_name": "constant"},
         "tokens2d": {"label_smoothing": 2.0, "prefix_rate": 0.0},
     }[kind]
     other = dataclasses.replace(config, optimizer_lr=1.0, dropout=0.2, n_action_steps=2, **trained)
     assert other.architecture() == config.architecture()
-    built = {"act": {"n_encoder_layers": 1}, "diffusion2d": {"trained_prefix": 2}, "tokens2d": {"bins": 16}}[kind]
+    built = {"act": {"latent_dim": 8}, "diffusion2d": {"trained_prefix": 2}, "tokens2d": {"bins": 16}}[kind]
     assert dataclasses.replace(config, **built).architecture() != config.architecture()
 
 
