@@ -4,7 +4,6 @@ The import takes 0.25 s of processor time, a fork a few milliseconds. The proces
 Hub. It starts with the first job, and ends with this process or after `IDLE` seconds without a job.
 """
 
-import importlib
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -28,8 +27,9 @@ START = 60.0
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[1].split(chr(0x1f))
+from jaxmodels.hub_download import main
 from jaxmodels.hub_process import serve
-serve(sys.argv[2])
+serve(sys.argv[2], main)
 """
 # The client reads these when it is imported. Transfers of Xet cannot be limited.
 _ENVIRONMENT = {
@@ -119,9 +119,8 @@ def _fork(connection: Connection) -> tuple[_ForkServer, int]:
     return server, server.fork(connection)
 
 
-def serve(number: str) -> None:
+def serve(number: str, run_job: Callable[[Connection], None]) -> None:
     """Fork and kill processes as the parent asks over a connection, and end with the parent."""
-    run_job = importlib.import_module("jaxmodels.hub_download").main
     control, running = Connection(int(number)), 0
     with suppress(EOFError, OSError):
         while running or control.poll(IDLE):
