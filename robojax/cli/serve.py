@@ -50,7 +50,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     with pause_garbage_collection():
         from service.api.websockets import create_openpi_app
         from service.app import create_app
-        from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
+        from service.errors import ModelError, NoDatabase, NoDevice, NoEngine, ServerNameTaken
         from service.rollout.webhooks import StartFailed
 
     rooms = "rooms included" if settings.transport.embedded_transport else "without rooms"
@@ -61,11 +61,11 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
     second = None if openpi is None else (create_openpi_app(app), openpi)
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
-    see_cluster = "docs/operate/cluster.md says"
+    see_cluster = "docs/operate/cluster.md describes"
     advice: dict[type[Exception], str] = {
-        FrontNameTaken: f"end that server, or use another --front-name; {see_cluster} more about several fronts",
+        ServerNameTaken: f"end that server, or use another --front-name; {see_cluster} several servers",
         NoDatabase: "start the database, or correct --database; without it sessions are not shared",
-        NoEngine: f"{see_cluster} how to start a cluster; without --engine policies run here",
+        NoEngine: f"{see_cluster} the start of a cluster; without --engine policies run here",
         NoDevice: "robojax serve --devices all uses all available devices",
         ModelError: "robojax check PATH says more about a model",
         **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
