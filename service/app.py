@@ -68,7 +68,7 @@ from service.sessions.room_authority import RoomAuthority
 from service.sessions.store import Sessions, SessionSettings
 from service.setting_types import SettingsError
 from service.settings import Settings
-from service.shared_sessions import SharedDatabase, front_name
+from service.shared_sessions import SharedDatabase, server_name
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import DirectTransport, TransportByUrl
@@ -191,7 +191,7 @@ def create_engine_source(app: App, load: LoadPolicy | None, launched: Launched |
         raise SettingsError(
             f"engine: {settings.cluster.engine} needs Ray (it is not installed); pip install -e '.[ray]'"
         )
-    source = ClusterEngine(settings.policies, settings.cluster, lambda: front_name(app))
+    source = ClusterEngine(settings.policies, settings.cluster, lambda: server_name(app))
     app.ctx.engines = source.cluster.engines
     return source
 

@@ -125,7 +125,7 @@ class NoEngine(NoDevice, code="no_engine"):
     """The cluster whose engines should run policies cannot be joined, or has none."""
 
 
-class FrontNameTaken(NoEngine, status=503, code="front_name_taken"):
+class ServerNameTaken(NoEngine, status=503, code="front_name_taken"):
     """Another server of the shared database already uses this server's name."""
 
 

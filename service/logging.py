@@ -273,17 +273,17 @@ class LogSettings(Group):
     """Log."""
 
     log_level: Common[Literal["debug", "info", "warning", "error"]] = Field(
-        default="info", description="The least that is logged."
+        default="info", description="Lowest level that is logged"
     )
     log_format: Common[Literal["text", "json"]] = Field(
-        default="text", description="Lines for people, or one JSON object per line."
+        default="text", description="Format of the log: lines for people, or one JSON object per line"
     )
-    log_file: Private[str | None] = Field(default=None, description="Log file, in addition to standard error.")
+    log_file: Private[str | None] = Field(default=None, description="Log file, in addition to standard error")
     log_file_bytes: int = Field(
-        default=10 << 20, ge=10_000, description="Bytes after which the log file is set aside and a new one begun."
+        default=10 << 20, ge=10_000, description="Size of the log file at which a new file is begun, in bytes"
     )
-    log_files: int = Field(default=5, ge=1, le=1000, description="Log files kept; the oldest goes.")
-    log_lines: int = Field(default=500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
+    log_files: int = Field(default=5, ge=1, le=1000, description="Number of log files to keep")
+    log_lines: int = Field(default=500, ge=1, le=100_000, description="Number of lines to keep for GET /debug/logs")
 
 
 MAX_TEXT = 200

@@ -57,7 +57,7 @@ class SharedDatabase:
 
         Raises:
             NoDatabase: the database cannot be used, or does not answer.
-            FrontNameTaken: another server has the name of this one.
+            ServerNameTaken: another server has the name of this one.
         """
         if not self.is_configured:
             yield
@@ -69,30 +69,30 @@ class SharedDatabase:
         context = self._app.ctx
         url = context.settings.cluster.database or ""
         database, lookups = (Postgres(url, session_table.SCHEMA, session_table.PREFIX) for _ in range(2))
-        front = PeerSessions(front_name(self._app), front_url(self._app), sessions, database, lookups)
+        peer_sessions = PeerSessions(server_name(self._app), server_url(self._app), sessions, database, lookups)
         try:
             try:
-                await front.open()
+                await peer_sessions.open()
             except DatabaseUnusable as error:
                 raise NoDatabase(f"database: {error}") from None
             except DatabaseUnavailable as error:
                 raise NoDatabase(f"database: it has not answered for {START_TIMEOUT:g} s ({error})") from None
-            context.peer_sessions = self._redirects.front = front
+            context.peer_sessions = self._redirects.peer_sessions = peer_sessions
             context.stop_elsewhere = self._redirects.stop_all
             yield
         finally:
             await self._redirects.close()
-            await front.close()
+            await peer_sessions.close()
             await database.close()
             await lookups.close()
 
 
-def front_name(app: App) -> str:
+def server_name(app: App) -> str:
     """Return the name under which other servers know this one."""
     return app.ctx.settings.cluster.front_name or f"{socket.gethostname()}:{_own_address(app)[1]}"
 
 
-def front_url(app: App) -> str:
+def server_url(app: App) -> str:
     """Return the URL at which other servers, and redirected clients, reach this one."""
     if app.ctx.settings.cluster.front_url is not None:
         return app.ctx.settings.cluster.front_url

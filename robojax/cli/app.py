@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -39,10 +40,10 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
     raise typer.Exit(code)
 
 
-RENAME_HELP = "Name of a camera in the policy and in the robot or recording, as camera1=front; repeatable."
+RENAME_HELP = "Camera's name in the policy and in the robot or recording, as camera1=front; repeatable"
 
-LEROBOT_HELP = "LeRobot version whose format of pi0 and pi0.5 applies: 0.4 or 0.6; default: robojax.json's, else 0.6."
-DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32."
+LEROBOT_HELP = "LeRobot version whose format of pi0 and pi0.5 applies: 0.4 or 0.6; default: robojax.json's, else 0.6"
+DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32"
 
 
 def read_rename(given: Sequence[str] | None) -> dict[str, str]:
@@ -60,29 +61,29 @@ def read_rename(given: Sequence[str] | None) -> dict[str, str]:
 
 # Name to module, its Typer app or function, and one line of help.
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
-    "demo": ("robojax.cli.sim", "demo", "Watch a simulated arm pick up cubes, driven by the real server."),
-    "record-demo": ("robojax.cli.sim", "record_demo", "Record a scripted expert as a LeRobotDataset."),
-    "eval": ("robojax.cli.sim", "evaluate", "Measure how often a policy lifts the right cube, in closed loop."),
-    "doctor": ("robojax.cli.serve", "doctor", "Check this machine; each finding has a fix."),
-    "check": ("robojax.cli.check", "check", "Show what a policy needs, its speed here, and whether it keeps a rate."),
-    "sessions": ("robojax.cli.sessions", "sessions", "List the sessions of a running server."),
-    "stop": ("robojax.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
-    "start": ("robojax.cli.sessions", "start", "Let a session move its robot."),
-    "restart": ("robojax.cli.sessions", "restart", "Stop and start a session, or load an interrupted one again."),
-    "adjust": ("robojax.cli.sessions", "adjust", "Change the instruction and motion of a session while it moves."),
-    "reset": ("robojax.cli.sessions", "reset", "Release the latch of an emergency stop; nothing moves yet."),
-    "delete": ("robojax.cli.sessions", "delete", "Remove a session and its rooms."),
-    "robot": ("robojax.cli.robot", "robot", "Connect an SO-100, SO-101 or simulated arm to a session."),
-    "token": ("robojax.cli.token", "app", "Manage the keys and tokens of a server."),
-    "deployments": ("robojax.cli.sessions", "deployments", "List updates of the policies of running sessions."),
-    "policy": ("robojax.cli.sessions", "policy", "Load another revision of a running session's policy."),
-    "rollback": ("robojax.cli.sessions", "rollback", "Restore the previous policy of a session."),
-    "recordings": ("robojax.cli.recordings", "app", "List, show and export recordings of a server."),
-    "replay": ("robojax.cli.recordings", "replay", "Compare a policy's actions with a recording."),
-    "webhooks": ("robojax.cli.webhooks", "app", "Manage webhooks of the Hub; list and replay events."),
-    "train": ("robojax.cli.train", "app", "Train a policy on a LeRobotDataset, with lerobot-train's flags."),
-    "transport": ("robojax.cli.serve", "transport", "Run only a rooms server."),
+    "serve": ("robojax.cli.serve", "serve", "Run the server of sessions and rooms"),
+    "demo": ("robojax.cli.sim", "demo", "Watch a policy on the real server pick up cubes with a simulated arm"),
+    "record-demo": ("robojax.cli.sim", "record_demo", "Record the demo's scripted expert as a LeRobotDataset"),
+    "eval": ("robojax.cli.sim", "evaluate", "Measure how often a policy lifts the right cube of the simulated arm"),
+    "doctor": ("robojax.cli.serve", "doctor", "Check whether this machine can run a server, and print how to fix it"),
+    "check": ("robojax.cli.check", "check", "Show the requirements of a policy and its speed on this machine"),
+    "sessions": ("robojax.cli.sessions", "sessions", "List the sessions of a running server"),
+    "stop": ("robojax.cli.sessions", "stop", "Stop a session, or all robots (--all: emergency stop, latched)"),
+    "start": ("robojax.cli.sessions", "start", "Let a session move its robot"),
+    "restart": ("robojax.cli.sessions", "restart", "Stop and start a session, or load an interrupted session again"),
+    "adjust": ("robojax.cli.sessions", "adjust", "Change the instruction and motion of a session while it moves"),
+    "reset": ("robojax.cli.sessions", "reset", "Release the latch of an emergency stop; nothing moves yet"),
+    "delete": ("robojax.cli.sessions", "delete", "Remove a session and its rooms"),
+    "robot": ("robojax.cli.robot", "robot", "Connect an SO-100, SO-101 or simulated arm to a session"),
+    "token": ("robojax.cli.token", "app", "Manage the keys and tokens of a server"),
+    "deployments": ("robojax.cli.sessions", "deployments", "List deployments (policy updates) of running sessions"),
+    "policy": ("robojax.cli.sessions", "policy", "Load another revision of a running session's policy"),
+    "rollback": ("robojax.cli.sessions", "rollback", "Restore the previous policy of a session"),
+    "recordings": ("robojax.cli.recordings", "app", "List, show and export recordings of a server"),
+    "replay": ("robojax.cli.recordings", "replay", "Compare a policy's actions with a recording"),
+    "webhooks": ("robojax.cli.webhooks", "app", "Manage webhooks of the Hub; list and replay events"),
+    "train": ("robojax.cli.train", "app", "Train a policy on a LeRobotDataset, with lerobot-train's flags"),
+    "transport": ("robojax.cli.serve", "transport", "Run a server of rooms without sessions"),
 }
 
 # Extra that each command needs, and the modules of the extras that may be missing.
@@ -125,6 +126,7 @@ class Commands(TyperGroup):
             loaded = app
         command = typer.main.get_command(loaded)
         command.name = cmd_name
+        _remove_full_stops(command)
         return command
 
     def resolve_command(self, ctx: Any, args: Any) -> Any:
@@ -154,6 +156,14 @@ def build_command() -> Any:
     return typer.main.get_command(app)
 
 
+def _remove_full_stops(command: Any) -> None:
+    """Remove the full stop of a help text with one sentence, because lists of commands have none."""
+    if command.help and not re.search(r"\.\s", command.help):
+        command.help = command.help.removesuffix(".")
+    for part in getattr(command, "commands", {}).values():
+        _remove_full_stops(part)
+
+
 def main() -> None:
     """Run the console command; for its exit codes see ``Code``."""
     command = build_command()
@@ -174,7 +184,7 @@ def main() -> None:
 def robojax(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and end.", is_eager=True, callback=lambda it: _version(it)),
+        typer.Option("--version", help="Show the version and exit", is_eager=True, callback=lambda it: _version(it)),
     ] = False,
 ) -> None:
     """A runtime for robot policies in JAX.

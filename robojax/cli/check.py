@@ -143,24 +143,24 @@ def assess_speed(requirements: "Requirements", speed: Speed, rate: float) -> Che
 
 
 def check(
-    policy: Annotated[str, typer.Argument(help="A folder, or a Hub repo id (owner/name).")],
+    policy: Annotated[str, typer.Argument(help="Policy folder, or Hub repo id (owner/name)")],
     rate: Annotated[
-        float | None, typer.Option(min=0.1, max=1000, help="Actions per second; default: the policy's own, else 20.")
+        float | None, typer.Option(min=0.1, max=1000, help="Rate to keep, in Hz; default: the policy's own, else 20")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
-    subfolder: Annotated[str | None, typer.Option(help="Subfolder of a diffusers pipeline, e.g. transformer.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo")] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Subfolder of a diffusers pipeline, e.g. transformer")] = None,
     prefix: Annotated[
-        str | None, typer.Option(help="A transformer of a diffusers UNet, e.g. mid_block.attentions.0.")
+        str | None, typer.Option(help="Transformer in a diffusers UNet, e.g. mid_block.attentions.0")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, gpu, cuda:1, tpu:0; default: JAX's choice")] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     limits: Annotated[
-        str | None, typer.Option(help="TOML or URDF file with limits of motion; default: the settings' file.")
+        str | None, typer.Option(help="TOML or URDF file with limits of motion; default: the settings' file")
     ] = None,
-    runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
+    runs: Annotated[int, typer.Option(min=5, max=100_000, help="Number of inferences to time")] = 100,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Show what a policy needs, its speed on this machine, and whether it keeps a rate.
 

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from service.recording.replay import ReplayReport
     from service.recording.steps import StepSource
 
-app = typer.Typer(
-    help="Recordings of sessions: list, info, export to a LeRobotDataset.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(help="List, show and export recordings of sessions", no_args_is_help=True, add_completion=False)
 LONGEST, MAX_EVENTS = 2000, 10_000  # characters of a value in the table, and number of events
 MEMORY = 6 << 30  # bytes for reading a file and writing a dataset, because libraries trust the sizes in files
 LOOK_INSIDE = "robojax recordings info FILE shows its content"
-File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
+File = Annotated[Path, typer.Argument(help="Recording (.mcap), or LeRobotDataset v3 folder")]
 
 
 @app.command("list")
@@ -67,9 +65,9 @@ def info(file: File, as_json: AsJson = False) -> None:
 
 @app.command()
 def export(
-    file: Annotated[Path, typer.Argument(help="A recording (.mcap).")],
+    file: Annotated[Path, typer.Argument(help="Recording (.mcap)")],
     to: Annotated[
-        Path | None, typer.Option(help="New folder; default: the recording's path without its suffix.")
+        Path | None, typer.Option(help="New folder; default: the recording's path without its suffix")
     ] = None,
 ) -> None:
     """Convert a recording to a LeRobotDataset v3 folder with an episode per start."""
@@ -180,20 +178,20 @@ def _describe_recording(source: "StepSource") -> dict[str, Any]:
 
 
 def replay(
-    recording: Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")],
-    policy: Annotated[str, typer.Option(help="A folder, or a Hub repo id (owner/name).")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    recording: Annotated[Path, typer.Argument(help="Recording (.mcap), or LeRobotDataset v3 folder")],
+    policy: Annotated[str, typer.Option(help="Policy folder, or Hub repo id (owner/name)")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo")] = None,
     every: Annotated[
-        int | None, typer.Option(min=1, help="Ticks between inferences; default: the policy's own.")
+        int | None, typer.Option(min=1, help="Number of ticks between inferences; default: the policy's own")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot recorded and predicted actions to this file.")] = None,
-    limit: Annotated[float | None, typer.Option(min=0, help="Largest mean error in %, else exit 1.")] = None,
-    rerun: Annotated[bool, typer.Option("--rerun", help="Show it in a Rerun viewer.")] = False,
-    save: Annotated[Path | None, typer.Option(help="With --rerun: write this .rrd and open no viewer.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot of recorded and predicted actions")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Largest mean error in %; exit code 1 above it")] = None,
+    rerun: Annotated[bool, typer.Option("--rerun", help="Show the comparison in a Rerun viewer")] = False,
+    save: Annotated[Path | None, typer.Option(help="File (.rrd) for --rerun, instead of a viewer")] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, gpu, cuda:1, tpu:0; default: JAX's choice")] = None,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Compare the actions of a policy with a recording's (open loop).
 

@@ -24,40 +24,40 @@ safety_option = partial(typer.Option, rich_help_panel="Safety")
 class RobotFlags:
     """Flags of the robot, by the fields of ``RobotConfig``."""
 
-    type: Annotated[Text, robot_option("--robot.type", help="so101_follower, so100_follower or simulated.")] = None
-    port: Annotated[Text, robot_option("--robot.port", help="Serial port, e.g. /dev/ttyACM0.")] = None
-    id: Annotated[Text, robot_option("--robot.id", help="Name of LeRobot's calibration file.")] = None
+    type: Annotated[Text, robot_option("--robot.type", help="Type: so101_follower, so100_follower or simulated")] = None
+    port: Annotated[Text, robot_option("--robot.port", help="Serial port, e.g. /dev/ttyACM0")] = None
+    id: Annotated[Text, robot_option("--robot.id", help="Name of LeRobot's calibration file")] = None
     cameras: Annotated[
         Text,
         robot_option(
             "--robot.cameras",
             help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; the path may be a '
-            "video file; type: simulated renders the simulated arm's scene (front, top, side).",
+            "video file; type: simulated renders the simulated arm's scene (front, top, side)",
         ),
     ] = None
     use_degrees: Annotated[
         Text,
         robot_option(
             "--robot.use_degrees",
-            help="true or false, as the policy's demonstrations were recorded: LeRobot's default was false up to 0.4.3 "
-            "and is true since.",
+            help="Degrees (true) or -100..100 (false), as in the policy's demonstrations; LeRobot's default was false "
+            "up to 0.4.3 and is true since",
         ),
     ] = None
     calibration_dir: Annotated[
-        Text, robot_option("--robot.calibration_dir", help="Folder of ID.json; default: LeRobot's.")
+        Text, robot_option("--robot.calibration_dir", help="Folder of ID.json; default: LeRobot's folder")
     ] = None
     max_relative_target: Annotated[
         Text,
         safety_option(
             "--robot.max_relative_target",
-            help="Largest distance of a target from the joint's position: a number, a map, or none. Default: 20.",
+            help="Largest distance of a target from the joint's position: a number, a map, or none; default: 20",
         ),
     ] = None
     disable_torque_on_disconnect: Annotated[
         Text,
         safety_option(
             "--robot.disable_torque_on_disconnect",
-            help="true releases the arm at the end, and it falls. Default: false, it is held.",
+            help="Release of the arm at the end (true: it falls; false: it is held); default: false",
         ),
     ] = None
 
@@ -67,7 +67,7 @@ def robot(
     *,
     flags: RobotFlags,
     watchdog_ms: Annotated[
-        float, safety_option(min=20, max=10_000, help="Milliseconds without a command after which the arm is held.")
+        float, safety_option(min=20, max=10_000, help="Milliseconds without a command after which the arm is held")
     ] = 500,
     server: Server = None,
     key: Key = None,
@@ -75,38 +75,38 @@ def robot(
         Text,
         session_option(
             "--policy.path",
-            help="A folder on the server's machine, or a Hub repo id, for a new session that is removed at the end.",
+            help="Policy of a new session, which is removed at the end: folder on the server's machine, or Hub repo id",
         ),
     ] = None,
-    revision: Annotated[Text, session_option("--policy.revision", help="Branch, tag or commit of a repo.")] = None,
+    revision: Annotated[Text, session_option("--policy.revision", help="Branch, tag or commit of a repo")] = None,
     joint_names: Annotated[
         Text,
         session_option(
             "--policy.joint_names",
-            help="Joints in the order of the policy's actions, e.g. shoulder_pan,shoulder_lift,elbow_flex,wrist_flex,"
-            "wrist_roll,gripper; for a checkpoint that does not name them.",
+            help="Joints in the order of the policy's actions, for a checkpoint that does not name them, e.g. "
+            "shoulder_pan,shoulder_lift,elbow_flex,wrist_flex,wrist_roll,gripper",
         ),
     ] = None,
     rename: Annotated[list[str] | None, session_option(help=RENAME_HELP)] = None,
     session: Annotated[
-        Text, session_option(help="Id of an existing session, or with --policy.path of the new; default: --robot.id.")
+        Text, session_option(help="Id of the existing or (--policy.path) new session; default: --robot.id")
     ] = None,
-    task: Annotated[Text, session_option(help="Instruction for policies that read language.")] = None,
+    task: Annotated[Text, session_option(help="Instruction for policies that read language")] = None,
     transport: Annotated[
         Text,
         session_option(
-            help="direct, or the URL of the rooms' server. Default: direct for a new session; for an existing session "
-            "with rooms, the rooms of --server."
+            help="URL of the rooms' server, or direct; default: direct for a new session, and --server for an existing "
+            "session with rooms"
         ),
     ] = None,
-    fps: Annotated[float, session_option(min=1, max=200, help="Observations sent per second.")] = 30,
-    frames: Annotated[Text, session_option(help="jpeg or raw; default: raw if the server is on this machine.")] = None,
-    start: Annotated[bool, session_option(help="Start the session, or wait for `robojax start`.")] = True,
-    dry_run: Annotated[bool, session_option(help="The new session computes commands but does not send them.")] = False,
+    fps: Annotated[float, session_option(min=1, max=200, help="Observations per second")] = 30,
+    frames: Annotated[Text, session_option(help="jpeg or raw; default: raw for a server on this machine")] = None,
+    start: Annotated[bool, session_option(help="Start the session at once, or wait for `robojax start`")] = True,
+    dry_run: Annotated[bool, session_option(help="Create a session that computes commands and sends none")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Check arm, cameras, server and policy without motion.")
+        bool, typer.Option("--check", help="Check arm, cameras, server and policy without motion")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --check: findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings of --check as JSON")] = False,
 ) -> None:
     """Connect an SO-100 or SO-101 arm and its cameras to a session; flags have LeRobot's names.
 

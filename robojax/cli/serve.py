@@ -50,7 +50,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     with pause_garbage_collection():
         from service.api.websockets import create_openpi_app
         from service.app import create_app
-        from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
+        from service.errors import ModelError, NoDatabase, NoDevice, NoEngine, ServerNameTaken
         from service.rollout.webhooks import StartFailed
 
     rooms = "rooms included" if settings.transport.embedded_transport else "without rooms"
@@ -61,11 +61,11 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
     second = None if openpi is None else (create_openpi_app(app), openpi)
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
-    see_cluster = "docs/operate/cluster.md says"
+    see_cluster = "docs/operate/cluster.md describes"
     advice: dict[type[Exception], str] = {
-        FrontNameTaken: f"end that server, or use another --front-name; {see_cluster} more about several fronts",
+        ServerNameTaken: f"end that server, or use another --front-name; {see_cluster} several servers",
         NoDatabase: "start the database, or correct --database; without it sessions are not shared",
-        NoEngine: f"{see_cluster} how to start a cluster; without --engine policies run here",
+        NoEngine: f"{see_cluster} the start of a cluster; without --engine policies run here",
         NoDevice: "robojax serve --devices all uses all available devices",
         ModelError: "robojax check PATH says more about a model",
         **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
@@ -159,13 +159,13 @@ def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = N
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give the command one option per setting, described and parsed by the settings."""
-    options = [_parameter("config", Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one."))]
+    options = [_parameter("config", Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one"))]
     for group in GROUPS.values():
         for name, field in group.model_fields.items():
             flags, metavar = setting_flags(name, field)
             default = setting_default(field)
             # A default with commas would not show how to repeat the option.
-            more = " Repeatable." if field.json_schema_extra else f" Default: {default}." if default else ""
+            more = "; repeatable" if field.json_schema_extra else f"; default: {default}" if default else ""
             option = typer.Option(
                 *(flags if field.json_schema_extra else ()),
                 help=f"{field.description}{more}",
@@ -177,7 +177,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
             kind = list[str] if field.json_schema_extra else bool if field.annotation is bool else str
             options.append(_parameter(name, kind | None, option))
     common_count = sum(Mark.COMMON in field.metadata for field in FIELDS.values())
-    every = f"Show all {len(FIELDS)} settings; --help shows the {common_count} most common settings."
+    every = f"Show all {len(FIELDS)} settings; --help shows the {common_count} most common settings"
     options.append(
         _parameter("help_all", bool, typer.Option("--help-all", help=every, is_eager=True, callback=_show_all))
     )
@@ -237,15 +237,15 @@ _with_settings(serve)
 
 
 def transport(
-    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 accepts other machines with keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 accepts other machines with keys")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free port")] = 8000,
     origin: Annotated[
         list[str] | None,
-        typer.Option(help="Allowed web page, e.g. https://my.page, or '*'; repeatable. This machine's are allowed."),
+        typer.Option(help="Web page that may call the rooms, e.g. https://my.page, or '*' for all; repeatable"),
     ] = None,
-    keys_file: Annotated[str | None, typer.Option(help="Keys of `robojax token new`; then a key is required.")] = None,
-    jwt_secret_file: Annotated[str | None, typer.Option(help="File of the secret of `robojax token jwt`.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Accept all clients without a key.")] = False,
+    keys_file: Annotated[str | None, typer.Option(help="Keys of `robojax token new`; then a key is required")] = None,
+    jwt_secret_file: Annotated[str | None, typer.Option(help="File with the secret of `robojax token jwt`")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept all clients if there is no key")] = False,
 ) -> None:
     """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
     import logging
@@ -282,9 +282,9 @@ def transport(
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON")] = False,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Check this port instead of the settings' port.")
+        int | None, typer.Option(min=1, max=65535, help="Port to check; default: the settings' port")
     ] = None,
 ) -> None:
     """Check Python, JAX's devices, rendering, video, the port, keys, disk, caches and packages of `robojax robot`.

@@ -16,12 +16,12 @@ Server = Annotated[
     str | None,
     typer.Option(
         envvar=SERVER_VARIABLE,
-        help="URL of the server; default: http://127.0.0.1:8001, or the settings' port (ROBOJAX_PORT).",
+        help="URL of the server; default: http://127.0.0.1:8001, or the settings' port (ROBOJAX_PORT)",
     ),
 ]
-Key = Annotated[str | None, typer.Option(help="Key or token; default: ROBOJAX_KEY, which process lists do not show.")]
+Key = Annotated[str | None, typer.Option(help="Key or token; default: ROBOJAX_KEY, which process lists do not show")]
 PAGE = 100  # entries of a page of a list
-AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON")]
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,17 @@ def _explain_standstill(session: Any, stats: Any) -> str:
 
 @flatten
 def stop(
-    session_id: Annotated[str | None, typer.Argument(help="The session to stop; it can be started again.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Emergency stop of all robots, until each reset.")] = False,
-    emergency: Annotated[bool, typer.Option("--emergency", help="Emergency stop of ID, until its reset.")] = False,
-    reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
+    session_id: Annotated[str | None, typer.Argument(help="Id of the session; it can be started again")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Stop and latch all robots, until each is reset")] = False,
+    emergency: Annotated[bool, typer.Option("--emergency", help="Stop and latch ID, until it is reset")] = False,
+    reason: Annotated[str | None, typer.Option(help="Reason of the emergency stop, which the sessions show")] = None,
     *,
     at: ServerOptions,
 ) -> None:
-    """Stop one session, or with --all every robot.
+    """Stop one session, or all robots (--all).
 
-    One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
-    session is latched and needs `robojax reset ID` before a start; ID --emergency does so with one.
+    A stopped session can be started again. --all and --emergency are emergency stops: they latch the sessions, which
+    then need `robojax reset ID` before a start.
     """
     if everything == (session_id is not None):
         fail(Code.USAGE, "nothing was stopped", "give either ID or --all", "robojax stop ID, or robojax stop --all")
@@ -258,12 +258,12 @@ _ADVICE = {
 }
 
 
-SESSION = Annotated[str, typer.Argument(help="The session.")]
+SESSION = Annotated[str, typer.Argument(help="Id of the session")]
 
 
 @flatten
 def start(session_id: SESSION, *, at: ServerOptions) -> None:
-    """Let a session move its robot. A latched session needs a reset first, an interrupted session a restart."""
+    """Let a session move its robot. Reset a latched session first; restart an interrupted session first."""
     at.show(at.call_session(session_id, "/start"))
 
 
@@ -271,7 +271,7 @@ def start(session_id: SESSION, *, at: ServerOptions) -> None:
 def restart(session_id: SESSION, *, at: ServerOptions) -> None:
     """Stop a session and let it move its robot again, also after an error.
 
-    A session that was interrupted by the end of its server is only loaded again, with its old rooms; then use start.
+    An interrupted session (its server ended) is only loaded again, with its old rooms; then use `robojax start`.
     """
     at.show(at.call_session(session_id, "/restart", timeout=LOADED))
 
@@ -279,16 +279,16 @@ def restart(session_id: SESSION, *, at: ServerOptions) -> None:
 @flatten
 def adjust(
     session_id: SESSION,
-    overlap: Annotated[str | None, typer.Option(help="How chunks join, e.g. crossfade or replace, or default.")] = None,
-    ask_ahead: Annotated[str | None, typer.Option(help="Seconds in advance to request a chunk, or default.")] = None,
-    action_steps: Annotated[str | None, typer.Option(help="Actions of each chunk to execute, or default.")] = None,
-    temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Coefficient of ensemble, or default.")] = None,
-    language_instruction: Annotated[str | None, typer.Option(help="Instruction for policies with language.")] = None,
-    accept_units: Annotated[bool | None, typer.Option(help="Accept a state that seems to have another unit.")] = None,
+    overlap: Annotated[str | None, typer.Option(help="Way to join chunks, e.g. crossfade, or default")] = None,
+    ask_ahead: Annotated[str | None, typer.Option(help="Seconds to request a chunk in advance, or default")] = None,
+    action_steps: Annotated[str | None, typer.Option(help="Actions of a chunk to execute, or default")] = None,
+    temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Coefficient of ensemble, or default")] = None,
+    language_instruction: Annotated[str | None, typer.Option(help="Instruction for policies with language")] = None,
+    accept_units: Annotated[bool | None, typer.Option(help="Accept a state that seems to be in another unit")] = None,
     *,
     at: ServerOptions,
 ) -> None:
-    """Change a session's instruction and how its chunks join, from the next chunk on, while it moves."""
+    """Change the instruction and the motion of a session while it moves, from the next chunk on."""
     changes = {
         "overlap": (overlap, str),
         "ask_ahead": (ask_ahead, float),
@@ -316,7 +316,7 @@ def adjust(
 
 @flatten
 def reset(session_id: SESSION, *, at: ServerOptions) -> None:
-    """Release the latch of an emergency stop, once you have seen that the robot is safe. Nothing moves yet."""
+    """Release the latch of an emergency stop. Check first that the robot is safe. Nothing moves yet."""
     # A reset is refused only without a latched emergency stop, so no other command has to follow.
     at.show(at.call("POST", session_path(session_id, "/reset", "/debug")))
 
@@ -329,12 +329,12 @@ def delete(session_id: SESSION, *, at: ServerOptions) -> None:
 
 @flatten
 def deployments(
-    session_id: Annotated[str | None, typer.Argument(help="Only updates of this session.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="Number of updates.")] = 20,
+    session_id: Annotated[str | None, typer.Argument(help="Id of a session; default: all sessions")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Number of deployments")] = 20,
     *,
     at: ServerOptions,
 ) -> None:
-    """List updates of the policies of running sessions, newest first."""
+    """List deployments (policy updates) of running sessions, newest first."""
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
     whose = f" of session {session_id!r}" if session_id else ""
     columns = ("deployment", "policy", "commit", "trigger", "sessions", "stages", "result", "why")
@@ -358,13 +358,13 @@ def _deployment_row(deployment: Any) -> Sequence[str]:
 def policy(
     session_id: SESSION,
     revision: Annotated[
-        str | None, typer.Argument(help="Branch, tag or commit; default: the staged or newest.")
+        str | None, typer.Argument(help="Branch, tag or commit; default: the staged, else the newest commit")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also use a commit that is in quarantine.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Use the commit although it is in quarantine")] = False,
     *,
     at: ServerOptions,
 ) -> None:
-    """Check another revision of a running session's policy, and switch to it at a chunk boundary."""
+    """Check another revision of a running session's policy, and switch to it after a chunk."""
     body = {"revision": revision, "force": force}
     _deploy(at, session_id, "/policy", body, timeout=LOADED)
 

@@ -34,11 +34,9 @@ FIRST_SEED = 5000  # Demonstrations begin at 0, so policies have never seen thes
 DEMO = Path(__file__).parent.parent / "sim"
 
 WhichTask = Annotated[
-    TaskName, typer.Option("--task", help="pick: a red cube. two-cubes: a red and a blue cube, in turn.")
+    TaskName, typer.Option("--task", help="Task: pick (a red cube) or two-cubes (a red and a blue cube, in turn)")
 ]
-Seed = Annotated[
-    int, typer.Option(min=0, help="Seed of the first episode; the next episodes have the following seeds.")
-]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the first episode; each further episode adds 1")]
 
 
 def select_policy(task: Task, policy: str | None) -> str:
@@ -57,18 +55,18 @@ def select_policy(task: Task, policy: str | None) -> str:
 
 def evaluate(
     policy: Annotated[
-        str | None, typer.Option("--policy.path", help="Folder or Hub repo id; default: the included.")
+        str | None, typer.Option("--policy.path", help="Folder or Hub repo id; default: the included policy")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 40,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo")] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes")] = 40,
     task: WhichTask = TaskName.PICK,
     seed: Seed = FIRST_SEED,
     whole_stack: Annotated[
-        bool, typer.Option("--whole-stack", help="Use server, rooms and video, in real time.")
+        bool, typer.Option("--whole-stack", help="Use server, rooms and video, in real time")
     ] = False,
-    delay: Annotated[int, typer.Option(min=0, help="In-process: ticks between observation and action.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for eval.json and a video of each episode.")] = None,
-    require: Annotated[int, typer.Option(min=0, help="Cubes that must be lifted, else exit 1.")] = 0,
+    delay: Annotated[int, typer.Option(min=0, help="Ticks between observation and action, without --whole-stack")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for eval.json and a video of each episode")] = None,
+    require: Annotated[int, typer.Option(min=0, help="Number of cubes that must be lifted; exit code 1 below it")] = 0,
 ) -> None:
     """Measure how often a policy lifts unseen cubes: a table, Wilson's 95 % interval, videos, JSON.
 
@@ -219,18 +217,18 @@ LATE_ACTIONS = (
 
 
 def demo(
-    episodes: Annotated[int, typer.Option(min=0, help="Number of episodes; 0 for no limit, until Ctrl-C.")] = 20,
-    headless: Annotated[bool, typer.Option("--headless", help="Lines instead of a live table.")] = False,
+    episodes: Annotated[int, typer.Option(min=0, help="Number of episodes; 0 for no limit")] = 20,
+    headless: Annotated[bool, typer.Option("--headless", help="Print lines instead of a live table")] = False,
     task: WhichTask = TaskName.PICK,
-    policy: Annotated[str | None, typer.Option(help="Policy folder or Hub repo id; default: the included.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Folder or Hub repo id; default: the included policy")] = None,
     seed: Seed = FIRST_SEED,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port; 0: any; default: ROBOJAX_PORT, else 8001 if it is free.")
+        int | None, typer.Option(min=0, max=65535, help="Port; 0 for any; default: ROBOJAX_PORT, else 8001 if free")
     ] = None,
     require: Annotated[
-        int | None, typer.Option(min=0, help="Required lifted cubes, else exit 1; default: 80 %.")
+        int | None, typer.Option(min=0, help="Number of cubes that must be lifted; exit code 1 below it; default: 80 %")
     ] = None,
-    record: Annotated[Path | None, typer.Option(help="Folder for a recording (MCAP) and its LeRobotDataset.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Folder for a recording (MCAP) and its LeRobotDataset")] = None,
 ) -> None:
     """Start the server, its rooms and a simulated SO-100 arm, and watch it pick up cubes.
 
@@ -333,11 +331,11 @@ def _format_outcome(outcome: "Outcome", task: Task) -> str:
 
 
 def record_demo(
-    folder: Annotated[Path, typer.Argument(help="New folder for the LeRobotDataset.")],
-    episodes: Annotated[int, typer.Option(min=1, help="Successful demonstrations to record.")] = 200,
+    folder: Annotated[Path, typer.Argument(help="New folder for the LeRobotDataset")],
+    episodes: Annotated[int, typer.Option(min=1, help="Number of successful demonstrations to record")] = 200,
     task: WhichTask = TaskName.PICK,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first; seeds of evaluations begin at 5000.")] = 0,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: number of cores.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first demonstration; evaluations begin at 5000")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: number of cores")] = None,
 ) -> None:
     """Record demonstrations of a scripted expert as a LeRobotDataset v3.0: joints, 240x240 video and tasks.
 

@@ -8,25 +8,24 @@ import typer
 
 from robojax.cli.app import Code, fail, print_table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+TITLE = "Manage the keys and tokens of a server"
+app = typer.Typer(help=TITLE, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Role = Annotated[str, typer.Option(help="viewer: read; operator: create and move own sessions; admin: everything.")]
-Port = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="Port of the server, whose state folder has the keys.")
-]
-State = Annotated[str | None, typer.Option(help="The server's state folder; default: the folder of its port.")]
-KeysFile = Annotated[str | None, typer.Option(help="The server's --keys-file, if it has one.")]
-Owner = Annotated[str | None, typer.Option(help="Owner of the sessions that it may use. Default: its name.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+Role = Annotated[str, typer.Option(help="viewer: reads; operator: creates and moves own sessions; admin: everything")]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the server, which selects its state folder")]
+State = Annotated[str | None, typer.Option(help="State folder of the server; default: the folder of its port")]
+KeysFile = Annotated[str | None, typer.Option(help="File of keys, if the server has --keys-file")]
+Owner = Annotated[str | None, typer.Option(help="Owner of the sessions that it may use; default: its name")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
 @app.command()
 def new(
     role: Role,
-    name: Annotated[str | None, typer.Option(help="Name of the key in the list and the log.")] = None,
-    days: Annotated[float | None, typer.Option(help="Days after which it expires; default: never.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the key in the list and the log")] = None,
+    days: Annotated[float | None, typer.Option(help="Lifetime of the key in days; default: no limit")] = None,
     owner: Owner = None,
-    all_owners: Annotated[bool, typer.Option("--all", help="It may use all sessions.")] = False,
+    all_owners: Annotated[bool, typer.Option("--all", help="Allow the sessions of all owners")] = False,
     port: Port = None,
     state: State = None,
     keys_file: KeysFile = None,
@@ -96,7 +95,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
 
 @app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the key")],
     port: Port = None,
     state: State = None,
     keys_file: KeysFile = None,
@@ -114,13 +113,13 @@ def revoke(
 @app.command()
 def jwt(
     role: Role,
-    name: Annotated[str, typer.Option(help="Name of the caller.")],
-    hours: Annotated[float, typer.Option(help="Hours after which it expires.")] = 1.0,
+    name: Annotated[str, typer.Option(help="Name of the caller")],
+    hours: Annotated[float, typer.Option(help="Lifetime of the token in hours")] = 1.0,
     owner: Owner = None,
     port: Port = None,
     state: State = None,
     secret_file: Annotated[
-        str | None, typer.Option("--jwt-secret-file", help="The server's --jwt-secret-file, if it has one.")
+        str | None, typer.Option("--jwt-secret-file", help="File of the secret, if the server has --jwt-secret-file")
     ] = None,
 ) -> None:
     """Sign a bearer token, which cannot be revoked. The first token creates the file of the secret."""

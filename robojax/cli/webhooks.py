@@ -23,7 +23,7 @@ DATABASE = Path("webhooks.sqlite")
 STATUSES = "waiting, running, done, failed, dead"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app = plain(help="Manage webhooks of the Hub (or of a robojax server), send sample deliveries, list received events.")
+app = plain(help="Manage webhooks of the Hub (or of a robojax server), send sample deliveries, list received events")
 events = plain()
 
 
@@ -35,20 +35,20 @@ def option(text: str, *names: str, **more: Any) -> Any:
 Text = str | None
 Texts = list[str] | None
 File = Path | None
-Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the webhook.")]
-EventId = Annotated[str, typer.Argument(metavar="ID", help="Id of the event.")]
-SecretFile = Annotated[File, option("File with the secret; default: WEBHOOK_SECRET.")]
-Events = Annotated[Path, option("File of the events.")]
-AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the webhook")]
+EventId = Annotated[str, typer.Argument(metavar="ID", help="Id of the event")]
+SecretFile = Annotated[File, option("File with the secret; default: WEBHOOK_SECRET")]
+Events = Annotated[Path, option("Database file of the events")]
+AsJson = Annotated[bool, option("Print JSON", "--json")]
 
 
 @dataclass(frozen=True)
 class Hub:
     """Options for the connection to the Hub."""
 
-    endpoint: Annotated[Text, option("A Hub or a robojax server; default: HF_ENDPOINT, or huggingface.co.")] = None
-    timeout: Annotated[float, option("Seconds for a response.")] = 30.0
-    as_json: Annotated[bool, option("JSON, for programs.", "--json")] = False
+    endpoint: Annotated[Text, option("URL of a Hub or robojax server; default: HF_ENDPOINT, or huggingface.co")] = None
+    timeout: Annotated[float, option("Time limit of a response, in seconds")] = 30.0
+    as_json: Annotated[bool, option("Print JSON", "--json")] = False
 
     def connect(self, allow_http: Sequence[str] | None = None) -> "hooks.WebhooksClient":
         """Return a client of the Hub with these options."""
@@ -69,12 +69,12 @@ class Hub:
 class Content:
     """Options for the fields of a webhook."""
 
-    url: Annotated[Text, option("Address of its deliveries.")] = None
-    job_id: Annotated[Text, option("Id of the job that it starts (job.id), instead of --url.")] = None
-    domain: Annotated[Texts, option("repo or discussion (on a robojax server also session); repeatable.")] = None
-    secret_file: Annotated[File, option("File with the secret of its deliveries.")] = None
-    generate: Annotated[bool, option("Create --secret-file if it is missing.", "--generate-secret")] = False
-    allow_http: Annotated[Texts, option("Host or network that is allowed without TLS; repeatable.")] = None
+    url: Annotated[Text, option("URL that receives its deliveries")] = None
+    job_id: Annotated[Text, option("Id of the job that it starts (job.id), instead of --url")] = None
+    domain: Annotated[Texts, option("Domain: repo or discussion (on a robojax server also session); repeatable")] = None
+    secret_file: Annotated[File, option("File with the secret of its deliveries")] = None
+    generate: Annotated[bool, option("Create --secret-file if it is missing", "--generate-secret")] = False
+    allow_http: Annotated[Texts, option("Host or network that is allowed without TLS; repeatable")] = None
 
     def read(self, watch: Sequence[str] | None) -> dict[str, Any]:
         """Return the client's arguments; None for options that were not given."""
@@ -122,7 +122,7 @@ def get_advice(error: hooks.HooksError) -> str:
 
 
 @command("the webhooks cannot be listed", "list", "ls")
-def list_webhooks(hub: Hub, quiet: Annotated[bool, option("Only the ids.", "--quiet", "-q")] = False) -> None:
+def list_webhooks(hub: Hub, quiet: Annotated[bool, option("Print only the ids", "--quiet", "-q")] = False) -> None:
     """List the webhooks of the account."""
     client = hub.connect()
     shapes = [webhook_to_json(webhook) for webhook in client.list_webhooks()]
@@ -141,7 +141,7 @@ def list_webhooks(hub: Hub, quiet: Annotated[bool, option("Only the ids.", "--qu
 
 @command("no webhook was created")
 def create(
-    watch: Annotated[list[str], option("What to watch, as model:someone/arm or org:someone; repeatable.")],
+    watch: Annotated[list[str], option("Watched item, as model:someone/arm or org:someone; repeatable")],
     content: Content,
     hub: Hub,
 ) -> None:
@@ -154,7 +154,7 @@ def update(
     webhook_id: Id,
     content: Content,
     hub: Hub,
-    watch: Annotated[Texts, option("New list of what to watch; repeatable.")] = None,
+    watch: Annotated[Texts, option("Watched item of the new list; repeatable")] = None,
 ) -> None:
     """Change the given fields and keep the others."""
     given = content.read(watch)
@@ -176,7 +176,7 @@ def disable(webhook_id: Id, hub: Hub) -> None:
 
 
 @command("the webhook was not deleted")
-def delete(webhook_id: Id, hub: Hub, yes: Annotated[bool, option("Do not ask.", "--yes", "-y")] = False) -> None:
+def delete(webhook_id: Id, hub: Hub, yes: Annotated[bool, option("Do not ask", "--yes", "-y")] = False) -> None:
     """Delete a webhook permanently."""
     if hub.as_json and not yes:
         raise hooks.InvalidWebhook("--json cannot ask for confirmation; give --yes")
@@ -189,7 +189,7 @@ def delete(webhook_id: Id, hub: Hub, yes: Annotated[bool, option("Do not ask.", 
 @command("nothing was replayed")
 def replay(
     webhook_id: Id,
-    log_id: Annotated[str, typer.Argument(metavar="LOG_ID", help="Id of the delivery, from the activity page.")],
+    log_id: Annotated[str, typer.Argument(metavar="LOG_ID", help="Id of the delivery, from the activity page")],
     hub: Hub,
 ) -> None:
     """Deliver an event again. Exit code 1 if the receiver did not accept it."""
@@ -201,15 +201,13 @@ def replay(
 
 @command("nothing was sent")
 def send(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="URL of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")
-    ],
-    scope: Annotated[Texts, option("Scope of the event, as repo.config or discussion; repeatable.")] = None,
-    all_scopes: Annotated[bool, option("Events of all scopes.", "--all-scopes")] = False,
-    repo: Annotated[str, option("Repo of the event.")] = "robotics-lab/pick-cubes",
-    sha: Annotated[Text, option("Commit of the event; default: an invented commit.")] = None,
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of the endpoint: http://127.0.0.1:7860/webhooks/NAME")],
+    scope: Annotated[Texts, option("Scope of the event, as repo.config or discussion; repeatable")] = None,
+    all_scopes: Annotated[bool, option("Deliver events of all scopes", "--all-scopes")] = False,
+    repo: Annotated[str, option("Repo of the event")] = "robotics-lab/pick-cubes",
+    sha: Annotated[Text, option("Commit of the event; default: an invented commit")] = None,
     secret_file: SecretFile = None,
-    as_json: Annotated[bool, option("A line of JSON for each delivery.", "--json")] = False,
+    as_json: Annotated[bool, option("Print a line of JSON for each delivery", "--json")] = False,
 ) -> None:
     """Deliver sample events as the Hub does. Exit code 1 if a response is not 2xx."""
     import httpx2
@@ -257,8 +255,8 @@ def open_inbox(database: Path) -> "EventInbox":
 @command("the events cannot be listed", "list", group=events)
 def list_events(
     database: Events = DATABASE,
-    status: Annotated[Text, option(f"Only events with this status: {STATUSES}.")] = None,
-    limit: Annotated[int, option("Number of events.", min=1, max=500)] = 50,
+    status: Annotated[Text, option(f"Status of the events: {STATUSES}; default: all")] = None,
+    limit: Annotated[int, option("Number of events", min=1, max=500)] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List the newest events."""
@@ -300,7 +298,7 @@ def replay_event(event_id: EventId, database: Events = DATABASE) -> None:
     typer.echo(f"event {event.id} is {event.status}; its handler is {event.path}")
 
 
-app.add_typer(events, name="events", help="List, show and replay received events.")
+app.add_typer(events, name="events", help="List, show and replay received events")
 
 
 def webhook_to_json(webhook: "hooks.WebhookInfo") -> dict[str, Any]:

@@ -121,10 +121,10 @@ async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse
         session = await sessions.reset(session.id)
     except UnknownSession:
         # The id of a deleted session keeps its latch, which stops the next session with this id.
-        caller, front = caller_of(request), request.app.ctx.peer_sessions
+        caller, peer_sessions = caller_of(request), request.app.ctx.peer_sessions
         is_reset = await sessions.clear_latch(session_id, caller.sees)
-        if front is not None:
-            is_reset = await front.forget_latch(session_id, caller) or is_reset
+        if peer_sessions is not None:
+            is_reset = await peer_sessions.forget_latch(session_id, caller) or is_reset
         if not is_reset:
             raise
         about = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
@@ -224,17 +224,17 @@ async def cluster(request: Request) -> HTTPResponse:
     role=Role.OPERATOR,
 )
 async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
-    """Take over a session of a front that died. It is `interrupted` here until it is restarted, and moves nothing.
+    """Take over a session of a server that died. It is `interrupted` here until it is restarted, and moves nothing.
 
-    A front without a heartbeat may still move its robots, so the request is refused if the front may still run. The
-    body `{"force": true}` confirms that a person has checked that the front is off.
+    A server without a heartbeat may still move its robots, so the request is refused if that server may still run. The
+    body `{"force": true}` confirms that a person has checked that the server is off.
     """
-    front = request.app.ctx.peer_sessions
-    if front is None:
+    peer_sessions = request.app.ctx.peer_sessions
+    if peer_sessions is None:
         get_visible_session(request, session_id)  # raises UnknownSession for sessions of other owners
         raise MoveRefused("this server shares its sessions with no other server; --database names a shared database")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
-    session = await front.adopt(session_id, caller_of(request), force=body.force)
+    session = await peer_sessions.adopt(session_id, caller_of(request), force=body.force)
     return json_response(
         {"message": f"Session {session_id} adopted", "session_id": session_id, "status": str(session.stage)}
     )

@@ -11,7 +11,7 @@ from yarl import URL
 from service.api.context import App, Request
 from service.auth.caller import caller_of
 from service.distributed import peers
-from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerLost, PeerSessions, make_status
+from service.distributed.peers import FORWARDED_HEADER, SERVER_NAME_HEADER, PeerLost, PeerSessions, make_status
 from service.distributed.session_table import Entry, Peer
 from service.errors import MoveRefused, NoDatabase, UnknownSession
 from service.http.bodies import discard_body, json_response, read_reason, request_id
@@ -40,11 +40,11 @@ class Redirects:
         origins: web pages whose stops are passed on.
 
     Attributes:
-        front: this server in its cluster; None before the start.
+        peer_sessions: this server and its peers; None before the start.
     """
 
     def __init__(self, origins: Origins) -> None:
-        self.front: PeerSessions | None = None
+        self.peer_sessions: PeerSessions | None = None
         self._origins = origins
         self._stops: set[asyncio.Task[Any]] = set()
         self._cache: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
@@ -62,8 +62,10 @@ class Redirects:
             PeerLost: the server of a session that is to be stopped does not answer.
         """
         route: Any = request.route
-        front = self.front
-        if route is None or front is None or FORWARDED_HEADER in request.headers or getattr(route.ctx, "is_own", False):
+        peer_sessions = self.peer_sessions
+        if route is None or peer_sessions is None or getattr(route.ctx, "is_own", False):
+            return None
+        if FORWARDED_HEADER in request.headers:
             return None
         session_id = request.match_info.get("session_id")
         # A page of a foreign origin is refused later, by the route itself.
@@ -74,11 +76,11 @@ class Redirects:
         is_stop = getattr(route.ctx, "is_stop", False)
         try:
             async with asyncio.timeout(STOP_LOOKUP_TIMEOUT if is_stop else None):
-                found = await self._find(front, session_id)
+                found = await self._find(peer_sessions, session_id)
         except (TimeoutError, NoDatabase) as error:
             if not is_stop:
                 raise
-            return await self._stop_anywhere(request, front, session_id, error)
+            return await self._stop_anywhere(request, peer_sessions, session_id, error)
         if found is None:
             return None
         entry, owning = found
@@ -92,26 +94,28 @@ class Redirects:
         if not caller_of(request).sees(entry.owner):
             raise UnknownSession(f"Session {session_id} not found")
         if owning is None or not is_alive:
-            return await self._answer_for_dead_server(request, front, entry)
+            return await self._answer_for_dead_server(request, peer_sessions, entry)
         location = f"{owning.url}{request.path}{f'?{request.query_string}' if request.query_string else ''}"
         return json_response(
-            {"detail": f"session {session_id!r} is on the front {owning.name}: ask {owning.url}", "code": CODE},
+            {"detail": f"session {session_id!r} is on the server {owning.name}: ask {owning.url}", "code": CODE},
             307,
             {"location": location, FORWARDED_HEADER: owning.name, ADDRESS_HEADER: _host_and_port(owning.url)},
         )
 
-    async def _find(self, front: PeerSessions, session_id: str) -> tuple[Entry, Peer | None] | None:
+    async def _find(self, peer_sessions: PeerSessions, session_id: str) -> tuple[Entry, Peer | None] | None:
         now = time.monotonic()
         kept = self._cache.get(session_id)
         if kept is not None and now - kept[0] <= CACHE_SECONDS:
             return kept[1]
         self._cache = {id: place for id, place in self._cache.items() if now - place[0] <= CACHE_SECONDS}
-        found = await front.find(session_id)
+        found = await peer_sessions.find(session_id)
         if found is not None:  # not cached when missing: the session may be created at any moment
             self._cache[session_id] = now, found
         return found
 
-    async def _answer_for_dead_server(self, request: Request, front: PeerSessions, entry: Entry) -> HTTPResponse:
+    async def _answer_for_dead_server(
+        self, request: Request, peer_sessions: PeerSessions, entry: Entry
+    ) -> HTTPResponse:
         """Answer about a session whose server died."""
         last = _last_part(request)
         if not entry.status and request.method != "DELETE":
@@ -119,15 +123,15 @@ class Redirects:
         if request.method in ("GET", "HEAD") and last == entry.id:
             return json_response(make_status(entry))
         if request.method == "DELETE" and last == entry.id:
-            await front.forget(entry.id)
-            return json_response({"message": f"Session {entry.id} deleted; its front {entry.front} had died"})
+            await peer_sessions.forget(entry.id)
+            return json_response({"message": f"Session {entry.id} deleted; its server {entry.server} had died"})
         raise MoveRefused(
-            f"session {entry.id!r} is interrupted: its front {entry.front} has died. "
+            f"session {entry.id!r} is interrupted: its server {entry.server} has died. "
             f"POST /sessions/{entry.id}/adopt takes it over here"
         )
 
     async def _stop_anywhere(
-        self, request: Request, front: PeerSessions, session_id: str, error: Exception
+        self, request: Request, peer_sessions: PeerSessions, session_id: str, error: Exception
     ) -> HTTPResponse:
         """Ask all servers last known to stop a session while the database does not say which server has it.
 
@@ -136,7 +140,7 @@ class Redirects:
         """
         reason, answers = await read_reason(request), list[str]()
         # No request is cancelled after the first success: an adopted session may also be on its former server.
-        stops = [self._stop(request, peer, session_id, reason) for peer in front.stoppable]
+        stops = [self._stop(request, peer, session_id, reason) for peer in peer_sessions.stoppable]
         for stop in asyncio.as_completed(stops):
             try:
                 peer, status, body = await stop
@@ -145,10 +149,10 @@ class Redirects:
                 continue
             if status == 200:
                 return json_response(body, status, {FORWARDED_HEADER: peer.name})
-            answers.append(f"the front {peer.name} answers {status}")
+            answers.append(f"the server {peer.name} answers {status}")
         raise NoDatabase(
-            f"{peers.NO_DATABASE}, and no other front has stopped session {session_id!r} "
-            f"({'; '.join(answers) or 'there was no other front'}): its robot may still move; stop it at the robot"
+            f"{peers.NO_DATABASE}, and no other server has stopped session {session_id!r} "
+            f"({'; '.join(answers) or 'there was no other server'}): its robot may still move; stop it at the robot"
         ) from error
 
     def _stop(self, request: Request, peer: Peer, session_id: str, reason: str) -> asyncio.Task[tuple[Peer, int, Any]]:
@@ -166,9 +170,9 @@ class Redirects:
         Returns:
             A task that returns the count and the servers not reached; None if another server forwarded the request.
         """
-        if FORWARDED_HEADER in request.headers or self.front is None:
+        if FORWARDED_HEADER in request.headers or self.peer_sessions is None:
             return None
-        return self._start(peers.stop_all(self.front.stoppable, self._headers(request), reason))
+        return self._start(peers.stop_all(self.peer_sessions.stoppable, self._headers(request), reason))
 
     def _start(self, stopping: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Start a stop that continues when the client disconnects."""
@@ -180,9 +184,9 @@ class Redirects:
         return task
 
     def _headers(self, request: Request) -> dict[str, str]:
-        assert self.front is not None, "asked only once it is there"
+        assert self.peer_sessions is not None, "asked only once it is there"
         kept = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
-        return kept | {FORWARDED_HEADER: self.front.name, "x-request-id": request_id(request)}
+        return kept | {FORWARDED_HEADER: self.peer_sessions.name, "x-request-id": request_id(request)}
 
     async def close(self) -> None:
         """Wait for stops that are under way."""
@@ -197,8 +201,8 @@ class Redirects:
 
         @app.on_response
         async def name(request: Request, response: HTTPResponse) -> None:
-            if self.front is not None:
-                response.headers[FRONT_NAME_HEADER] = self.front.name
+            if self.peer_sessions is not None:
+                response.headers[SERVER_NAME_HEADER] = self.peer_sessions.name
 
 
 def _last_part(request: Request) -> str:

@@ -52,7 +52,9 @@ class CreateSessionResponse(BaseModel):
 class AdoptRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    force: bool = Field(default=False, strict=True, description="A person has checked that the session's front is off.")
+    force: bool = Field(
+        default=False, strict=True, description="A person has checked that the session's server is off."
+    )
 
 
 class ValidationError(BaseModel):
@@ -151,36 +153,38 @@ class Recording(BaseModel):
 
     name: str
     session_id: str | None = Field(description="null when the file cannot be read.")
-    at: float | None = Field(description="When it began; seconds since 1970.")
-    seconds: float | None = Field(description="From its first tick to its last; null when its server was killed.")
+    at: float | None = Field(description="Begin of the recording, in seconds since 1970.")
+    seconds: float | None = Field(
+        description="Duration from the first to the last tick; null when its server was killed."
+    )
     bytes: int
-    episodes: int | None = Field(description="How often the robot was started.")
+    episodes: int | None = Field(description="Number of starts of the robot.")
     state: str = Field(
         description="on, or how it ended: off (as asked), disk_full, limit, failed, interrupted (its server was "
         "killed; it can be read up to the last second), unreadable."
     )
-    dataset: str = Field(description="The LeRobotDataset made of it: none, waiting, making, ready or failed.")
+    dataset: str = Field(description="State of its LeRobotDataset: none, waiting, making, ready or failed.")
 
 
 class Deployment(BaseModel):
     """One policy update: its trigger, commit, stages with times, and result."""
 
     id: str
-    at: float = Field(description="Seconds since 1970.")
+    at: float = Field(description="Begin of the update, in seconds since 1970.")
     repo: str
     ref: str | None
     sha: str | None
     trigger: str = Field(description="webhook, poll, request or folder.")
     webhook_id: str | None
     delivery_ids: list[str] = Field(description="Webhook-Id of each delivery of this update, of the newest 100.")
-    sessions: list[str] = Field(description="Those it was for; the first went ahead of the others.")
+    sessions: list[str] = Field(description="Sessions of the update; the first is updated before the others.")
     stages: list[DeploymentStage]
     result: str | None = Field(
         description="swapped, staged, rejected, rolled_back, superseded, failed, noop or alert; null while it runs."
     )
-    reason: str | None = Field(description="Stable code of why it was refused or taken back.")
+    reason: str | None = Field(description="Stable code of the reason for a refusal or rollback.")
     text: str
-    figures: dict[str, Any] = Field(description="What became of it in each session, and what was measured there.")
+    figures: dict[str, Any] = Field(description="Result and measurements of each session.")
 
 
 class ErrorResponse(BaseModel):

@@ -39,11 +39,11 @@ async def list_sessions(request: Request) -> HTTPResponse:
     In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
     """
     listed = [vars(session.status()) for session in list_visible_sessions(request)]
-    front = request.app.ctx.peer_sessions
-    if front is None:
+    peer_sessions = request.app.ctx.peer_sessions
+    if peer_sessions is None:
         return json_response(listed)
     try:
-        return json_response([*listed, *await front.list(caller_of(request))])
+        return json_response([*listed, *await peer_sessions.list(caller_of(request))])
     except ServiceError as error:
         # Other servers may be unreachable: list the sessions known here, and say that the list is incomplete.
         return json_response(listed, headers={"x-robojax-incomplete": str(error)})

@@ -13,22 +13,22 @@ class AccessSettings(Group):
 
     insecure: Common[bool] = Field(
         default=False,
-        description="Admit all requests, also from other machines, although no key is there.",
+        description="Accept all clients if there is no key, also from other machines",
     )
     keys_file: Common[Private[str | None]] = Field(
         default=None,
-        description="File of the keys that `robojax token new` makes; default: keys.json in the state folder. With a "
-        "key in it, every request needs a key.",
+        description="File of the keys that `robojax token new` creates; default: keys.json in the state folder. If "
+        "it has a key, every request needs one.",
     )
     jwt_secret_file: Private[str | None] = Field(
         default=None,
         description="File with the secret that signs bearer tokens; default: jwt-secret in the state folder, which "
-        "`robojax token jwt` makes.",
+        "`robojax token jwt` creates",
     )
-    jwt_hours: FiniteFloat = Field(default=24.0, gt=0, le=720, description="Hours that a bearer token may live.")
+    jwt_hours: FiniteFloat = Field(default=24.0, gt=0, le=720, description="Lifetime limit of a bearer token, in hours")
     transport_key_file: Private[str | None] = Field(
         default=None,
-        description="File with lines of URL and key, for sessions whose rooms are on another server that wants one.",
+        description="File with lines of URL and key, for sessions with rooms on another server that requires keys",
     )
 
 

@@ -17,49 +17,49 @@ class SafetySettings(Group):
 
     safety: Common[Mode] = Field(
         default="clamp",
-        description="What happens to an action chunk that leaves the limits: it is brought inside, or refused whole.",
+        description="Treatment of an action chunk outside the limits: clamp its actions, or refuse the whole chunk",
     )
     max_relative_target: Common[Steps] = Field(
         default=None,
-        description="Largest step of a joint from one tick to the next, in its unit: one for all, or a table of name "
-        "and step. A request may ask for less, never for more.",
+        description="Largest step of a joint from one tick to the next, in its unit: a number for all joints, or a "
+        "table of joint and step. A request may ask for less, never for more.",
     )
     limits: Common[Private[str | None]] = Field(
         default=None,
-        description="TOML file or URDF with limits of joints: low, high, step, velocity, acceleration, jerk.",
+        description="TOML file or URDF with limits of joints: low, high, step, velocity, acceleration, jerk",
     )
     on_hold: Common[Literal["hold", "ramp"]] = Field(
         default="hold",
-        description="How a moving robot is held: at its measured pose at once, or after slowing down.",
+        description="Start of a hold: at the measured pose at once (hold), or after slowing down (ramp)",
     )
     degraded_after: Seconds = Field(
         default=3.0,
-        description="Seconds that a robot is held because it cannot be seen or reached, until its session is degraded.",
+        description="Seconds of a hold because a robot cannot be seen or reached, before its session is degraded",
     )
     stop_after: Seconds = Field(
-        default=30.0, description="Such seconds until it is stopped and latched: by then, people expect no motion."
+        default=30.0, description="Seconds of such a hold before the robot is stopped and latched"
     )
     frozen_after: Seconds = Field(
         default=2.0,
-        description="Seconds with identical pictures, or with identical joints while commands move them, after which "
-        "a camera or the joints count as frozen.",
+        description="Seconds with identical pictures, or with identical joints while commands move them, before a "
+        "camera or the joints count as frozen",
     )
     frozen: Common[Frozen] = Field(
         default="hold",
-        description="What happens to a moving robot whose camera or joints are frozen: a warning, a hold until they "
-        "change, or an emergency stop.",
+        description="Reaction when a camera or the joints of a moving robot are frozen: a warning, a hold until "
+        "they change, or an emergency stop",
     )
     bad_inputs: int = Field(
-        default=20, ge=0, description="Bad joint values within a second that stop and latch a robot; 0 for never."
+        default=20, ge=0, description="Invalid joint values within a second that stop and latch a robot; 0 for never"
     )
     action_age_limit: Seconds | None = Field(
         default=None,
-        description="Seconds after its frame until an action is outdated; default: the duration of a chunk.",
+        description="Largest age of an action, in seconds since its frame; default: the duration of a chunk",
     )
     slow_inference: FiniteFloat = Field(
         default=2.0,
         gt=0,
-        description="How many times the seconds that its actions take an inference may take before the robot is held.",
+        description="Longest inference before the robot is held, as a multiple of the duration of its actions",
     )
 
     @model_validator(mode="after")
@@ -74,23 +74,23 @@ class ControlSettings(Group):
     """Control loop."""
 
     rate: Common[FiniteFloat] = Field(
-        default=20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
+        default=20.0, gt=0, le=1000, description="Ticks per second, if neither the request nor the policy sets a rate"
     )
     max_rate: FiniteFloat = Field(
-        default=200.0, gt=0, le=1000, description="The highest rate that a request may ask for."
+        default=200.0, gt=0, le=1000, description="Largest rate that a request may ask for, in ticks per second"
     )
     frame_age_limit: Seconds = Field(
-        default=0.3, description="Seconds after which a frame is stale and the robot is held."
+        default=0.3, description="Largest age of a frame before the robot is held, in seconds"
     )
-    starved_after: Seconds = Field(default=0.3, description="Seconds without an action after which the robot is held.")
-    hold_repeats: int = Field(default=4, ge=1, le=100, description="How often a hold sends the measured pose.")
+    starved_after: Seconds = Field(default=0.3, description="Seconds without an action before the robot is held")
+    hold_repeats: int = Field(default=4, ge=1, le=100, description="Times that a hold sends the measured pose")
     failures_allowed: int = Field(
-        default=3, ge=1, description="Failed inferences in a row that end a session in an error."
+        default=3, ge=1, description="Failed inferences in a row that end a session with an error"
     )
-    input_timeout: Seconds = Field(default=600.0, description="Seconds without any frame or joints that end a session.")
+    input_timeout: Seconds = Field(default=600.0, description="Seconds without frames and joints before a session ends")
     joint_ranges: Common[Ranges] = Field(
         default={},
-        description="Ranges of joints that are not an SO-100's: a table of name and (low, high).",
+        description="Ranges of joints that differ from an SO-100's: a table of joint and (low, high)",
     )
 
     @model_validator(mode="after")

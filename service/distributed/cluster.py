@@ -43,7 +43,7 @@ class Cluster(HostProcess):
     """Runs the gateway to a Ray cluster, and adds the engines of the cluster to an `EngineSet` as they come and go.
 
     Attributes:
-        front: name of this server.
+        server_name: name of this server.
     """
 
     module = "service.distributed.gateway"
@@ -52,14 +52,14 @@ class Cluster(HostProcess):
     begin_timeout, end_timeout = 330.0, 4.5
     longest_pause = 5.0
 
-    def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds):
+    def __init__(self, address: str, server_name: str, options: EngineOptions, bounds: Bounds):
         # Ray reads the token and the certificates of a cluster from these variables.
         variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
         if address == "local":
             variables |= LOCAL_VARIABLES
         super().__init__("the gateway to the cluster", EngineSet(address), WorkerThread("gateway"), variables)
         self.engines.read_trouble = lambda: self.trouble or self._listing_trouble
-        self.front = front
+        self.server_name = server_name
         self._options, self._bounds = options, bounds
         self._head = ""
         self._join_count = 0
@@ -68,7 +68,7 @@ class Cluster(HostProcess):
 
     def begin_arguments(self) -> tuple[Any, ...]:
         """Return the cluster to join, and what engines it should have."""
-        return self.engines.address, self.front, self._options, astuple(self._bounds), self._head
+        return self.engines.address, self.server_name, self._options, astuple(self._bounds), self._head
 
     def on_begun(self, connection: Connection, answer: str) -> None:
         """Remember the address of the cluster's head, where the next gateway finds it."""
@@ -159,13 +159,13 @@ class ClusterEngine:
         load: loads policies into engines.
     """
 
-    def __init__(self, policies: PolicySettings, settings: ClusterSettings, front_name: Callable[[], str]):
+    def __init__(self, policies: PolicySettings, settings: ClusterSettings, server_name: Callable[[], str]):
         """Prepare for the cluster of the settings; nothing is connected yet.
 
         Args:
-            front_name: returns the name of this server once it listens.
+            server_name: returns the name of this server once it listens.
         """
-        self._policies, self._settings, self._front_name = policies, settings, front_name
+        self._policies, self._settings, self._server_name = policies, settings, server_name
         options = EngineOptions(
             dtype=policies.dtype,
             devices=policies.devices or ((policies.device,) if policies.device else ()),
@@ -201,7 +201,7 @@ class ClusterEngine:
             join_timeout=self._settings.engine_patience,
         )
         cluster = self.cluster
-        cluster.front = self._front_name()
+        cluster.server_name = self._server_name()
         cluster.engines.open(engine)
         task = asyncio.create_task(cluster.run(), name="gateway")
         try:

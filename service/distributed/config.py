@@ -12,48 +12,48 @@ class ClusterSettings(Group):
 
     engine: Common[Where] = Field(
         default="local",
-        description="Where policies run: local, in a process for each device of this machine; ray-local, on a Ray that "
-        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in "
-        "another Ray cluster through its client server.",
+        description="Place where policies run: local (a process for each device of this machine), ray-local (a Ray "
+        "that the server starts), ray-auto (the Ray cluster of which this machine is a node) or "
+        "ray://HOST:PORT (another Ray cluster, through its client server)",
     )
-    engines: int = Field(default=1, ge=1, le=10_000, description="Engines that a cluster has at least.")
+    engines: int = Field(default=1, ge=1, le=10_000, description="Smallest number of engines of a cluster")
     engines_most: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
-        description="Engines that it has at most: more are made while they are busy or requests wait too long, and "
-        "fewer are kept when they idle. Default: as engines.",
+        description="Largest number of engines of a cluster, which adds engines while all are busy or requests wait "
+        "too long, and removes idle engines; default: as engines",
     )
     engine_resources: Amounts = Field(
         default={"CPU": 1.0},
-        description="What Ray has to have for an engine, as NAME=AMOUNT with commas between: GPU=1, or TPU=4,CPU=8.",
+        description="Resources of Ray for each engine, as NAME=AMOUNT with commas between: GPU=1, or TPU=4,CPU=8",
     )
     engine_wait: Seconds = Field(
-        default=0.05, description="Seconds that nine of ten requests may wait for a device before an engine is added."
+        default=0.05, description="Seconds that nine of ten requests may wait for a device before an engine is added"
     )
     engine_patience: Seconds = Field(
         default=60.0,
-        description="Seconds that a robot without any engine is held before its session fails; an engine that "
-        "ended is started again.",
+        description="Seconds that a robot without any engine is held before its session fails; engines that end "
+        "restart",
     )
     database: Common[Private[DatabaseUrl | None]] = Field(
         default=None,
         repr=False,
-        description="PostgreSQL (postgresql://USER@HOST/NAME) in which several servers share their sessions: each id "
-        "is on one server, and requests to other servers are redirected. Default: none; sessions are in SQLite, in the "
-        "state folder. A password belongs into PGPASSFILE, or ROBOJAX_DATABASE.",
+        description="PostgreSQL (postgresql://USER@HOST/NAME) through which several servers share their sessions: "
+        "each id is on one server, and others redirect its requests. Default: none; sessions are in "
+        "SQLite, in the state folder. Put a password into PGPASSFILE or ROBOJAX_DATABASE.",
     )
     front_name: str | None = Field(
         default=None,
         min_length=1,
         max_length=128,
-        description="What the other servers of a database call this one, the same after a restart; default: "
-        "its host's name and its port.",
+        description="Name of this server for the other servers of its database, the same after a restart; default: "
+        "host name and port",
     )
     front_url: Address | None = Field(
         default=None,
-        description="Where the other servers of a database, and clients that are sent on, reach this one; default: the "
-        "address it listens on.",
+        description="URL of this server for the other servers of its database and for redirected clients; default: "
+        "the address on which it listens",
     )
 
     @model_validator(mode="after")

@@ -73,7 +73,7 @@ class Gateway:
         # A local Ray ends with the thread that started it, so this thread lives until the process ends.
         self._thread = WorkerThread("cluster")
         self._pool: Any = None
-        self._front = ""
+        self._server = ""
         self._engines: dict[str, _RemoteEngine] = {}
         self._failed_at: dict[str, float] = {}
         self._files: dict[str, _SharedFiles] = {}
@@ -99,16 +99,16 @@ class Gateway:
         return await self._call(engine, method, *others)
 
     async def _open(
-        self, address: str, front: str, options: EngineOptions, bounds: Sequence[Any], head: str
+        self, address: str, server_name: str, options: EngineOptions, bounds: Sequence[Any], head: str
     ) -> str | Refusal:
         """Join the cluster; when it is joined for the first time, also wait for the first engine.
 
         Args:
             address, head: see `connect`.
-            front: name of the server.
+            server_name: name of the server.
             bounds: fields of `Bounds`.
         """
-        self._front, self._options, self._bounds = front, options, Bounds(*bounds)
+        self._server, self._options, self._bounds = server_name, options, Bounds(*bounds)
 
         def join() -> str:
             found = connect(address, head)
@@ -131,11 +131,11 @@ class Gateway:
 
     async def _begin(self) -> None:
         try:
-            differing = await call_actor(self._pool, BEGIN_TIMEOUT, "begin", self._front, self._options, self._bounds)
+            differing = await call_actor(self._pool, BEGIN_TIMEOUT, "begin", self._server, self._options, self._bounds)
         except NoAnswer as error:
             raise CannotJoin(f"{POOL_SILENT} ({error}); `ray status` says more") from error
         if differing:
-            logger.warning("the engines are another front's, whose settings hold: %s", differing)
+            logger.warning("the engines are another server's, whose settings hold: %s", differing)
 
     async def _wait_for_engine(self) -> None:
         until = time.monotonic() + FIRST_ENGINE_TIMEOUT
@@ -171,7 +171,7 @@ class Gateway:
         self._send_event("lost", f"nothing of the cluster has answered for {LOSS_TIMEOUT:g} s")
 
     async def _poll(self) -> None:
-        listing: Listing | None = await call_actor(self._pool, ANSWER_TIMEOUT, "listing", self._front)
+        listing: Listing | None = await call_actor(self._pool, ANSWER_TIMEOUT, "listing", self._server)
         self._last_reply_at = now = time.monotonic()
         if self._is_silent:
             logger.info("the pool of engines answers again")
@@ -187,7 +187,7 @@ class Gateway:
         self._failed_at = {name: at for name, at in self._failed_at.items() if now - at < REJOIN_AFTER}
         for name, listed in available.items():
             if listed.begun.version != ours:
-                self._trouble = f"engine {name} is robojax {listed.begun.version}, this front {ours}"
+                self._trouble = f"engine {name} is robojax {listed.begun.version}, this server {ours}"
             elif name not in self._engines and name not in self._failed_at:
                 sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
                 self._engines[name] = _RemoteEngine(listed, sender, now)
@@ -293,7 +293,7 @@ class Gateway:
         if self._task is not None:
             self._task.cancel()
         with suppress(NoAnswer):  # the pool will notice by itself
-            await call_actor(self._pool, 1.0, "part", self._front)
+            await call_actor(self._pool, 1.0, "part", self._server)
         with suppress(TimeoutError):  # Ray waits for a cluster that is gone
             await asyncio.wait_for(self._thread.submit(ray.shutdown), LEAVE_TIMEOUT)
 

@@ -20,10 +20,10 @@ from service.distributed import session_table
 from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres, Sql
 from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer
 from service.errors import (
-    FrontNameTaken,
     MoveRefused,
     NoDatabase,
     NotKept,
+    ServerNameTaken,
     ServiceError,
     SessionExists,
     UnknownSession,
@@ -36,7 +36,7 @@ from service.sessions.store import AnySession, Sessions, held_rooms
 logger = logging.getLogger(__name__)
 
 # Sent with every response, so that a server that reuses the address of a stopped server is not mistaken for it.
-FRONT_NAME_HEADER = "x-robojax-front-name"
+SERVER_NAME_HEADER = "x-robojax-front-name"
 # Name of the server that forwarded a stop, which is not forwarded again.
 FORWARDED_HEADER = "x-robojax-front"
 # Seconds in which a server has to answer a probe, and a stop.
@@ -53,21 +53,21 @@ class PeerLost(ServiceError, status=502, code="front_lost"):
     """The server that a session is on does not answer."""
 
 
-async def probe_liveness(front: Peer, machine: str) -> Liveness:
+async def probe_liveness(peer: Peer, machine: str) -> Liveness:
     """Probe whether a server is alive: without a heartbeat it may only have lost the database.
 
     Args:
         machine: `machine_of_loopback` of this process.
     """
-    if is_loopback(URL(front.url).host or "") and front.machine != machine:
+    if is_loopback(URL(peer.url).host or "") and peer.machine != machine:
         return "elsewhere"
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT)) as client,
-            client.get(f"{front.url}/health", allow_redirects=False) as answer,
+            client.get(f"{peer.url}/health", allow_redirects=False) as answer,
         ):
-            name = answer.headers.get(FRONT_NAME_HEADER)
-            if name == front.name:
+            name = answer.headers.get(SERVER_NAME_HEADER)
+            if name == peer.name:
                 return "answers"
             return "silent" if name is None else "ended"
     except aiohttp.ClientConnectorError as error:
@@ -78,7 +78,7 @@ async def probe_liveness(front: Peer, machine: str) -> Liveness:
 
 
 async def stop_session(
-    front: Peer, session_id: str, move: str, headers: Mapping[str, str], reason: str
+    peer: Peer, session_id: str, move: str, headers: Mapping[str, str], reason: str
 ) -> tuple[int, Any]:
     """Ask another server to stop a session.
 
@@ -93,28 +93,28 @@ async def stop_session(
     """
     try:
         async with aiohttp.ClientSession() as client:
-            return await _post(client, f"{front.url}/sessions/{quote(session_id, safe='')}/{move}", headers, reason)
+            return await _post(client, f"{peer.url}/sessions/{quote(session_id, safe='')}/{move}", headers, reason)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise PeerLost(
-            f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
+            f"the server {peer.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
             "not known to be stopped; stop it at the robot, or try again"
         ) from error
 
 
-async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
+async def stop_all(servers: Sequence[Peer], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
     """Ask other servers to stop all their sessions; return the stopped sessions, and the servers without an answer."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         answers = await asyncio.gather(
-            *(_stop_all(client, front, headers, reason) for front in fronts), return_exceptions=True
+            *(_stop_all(client, peer, headers, reason) for peer in servers), return_exceptions=True
         )
     reports = [answer for answer in answers if not isinstance(answer, BaseException)]
     failed = {
-        front.name: str(answer) or type(answer).__name__
-        for front, answer in zip(fronts, answers, strict=True)
+        peer.name: str(answer) or type(answer).__name__
+        for peer, answer in zip(servers, answers, strict=True)
         if isinstance(answer, BaseException)
     }
     for name, why in failed.items():
-        logger.error("the robots of the front %s are not known to be stopped: %s", name, why)
+        logger.error("the robots of the server %s are not known to be stopped: %s", name, why)
     return {
         "stopped": [one for stopped, _ in reports for one in stopped],
         "count": sum(count for _, count in reports),
@@ -123,9 +123,9 @@ async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: s
 
 
 async def _stop_all(
-    client: aiohttp.ClientSession, front: Peer, headers: Mapping[str, str], reason: str
+    client: aiohttp.ClientSession, peer: Peer, headers: Mapping[str, str], reason: str
 ) -> tuple[list[str], int]:
-    status, report = await _post(client, f"{front.url}/debug/emergency_stop", headers, reason)
+    status, report = await _post(client, f"{peer.url}/debug/emergency_stop", headers, reason)
     if status != 200:
         raise PeerLost(f"{status}: {report.get('detail')}")
     return list(report["stopped"]), int(report["count"])
@@ -200,21 +200,21 @@ class PeerSessions:
         database.
 
         Raises:
-            FrontNameTaken: another server has the name of this one, and lives.
+            ServerNameTaken: another server has the name of this one, and lives.
             DatabaseUnavailable: the database has not answered for a minute.
             DatabaseUnusable: the database can never be used.
         """
-        known = await self._retry(lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name))
+        known = await self._retry(lambda: self._database.run(QUERY_TIMEOUT, session_table.find_server, self.name))
         # At this server's own address, this process itself would answer.
         is_other = known is not None and not known.has_ended and known.url != self.url
         if known is not None and is_other and await probe_liveness(known, self._machine) == "answers":
-            raise FrontNameTaken(
+            raise ServerNameTaken(
                 f"another server has the name {self.name}, and answers at {known.url}; give each its own (--front-name)"
             )
         await self._retry(self._beat)
         await asyncio.gather(*self._hand_overs)
         self._sessions.share(self.publish, lambda: self.trouble)
-        self._task = asyncio.create_task(self._run(), name="front")
+        self._task = asyncio.create_task(self._run(), name="peers")
 
     async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Call `ask` until it succeeds: the database may be away, or the lease of a killed server may hold the name."""
@@ -231,7 +231,7 @@ class PeerSessions:
                 if (why := str(error)) != reported:
                     logger.warning("waiting for the database, for %g s at most: %s", START_TIMEOUT, why)
                 reported = why
-            except FrontNameTaken:
+            except ServerNameTaken:
                 if time() > start + LEASE + 2 * BEAT_PERIOD:
                     raise
             await asyncio.sleep(BEAT_PERIOD)
@@ -252,7 +252,7 @@ class PeerSessions:
     @property
     def others(self) -> Sequence[Peer]:
         """The other servers that are alive."""
-        return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
+        return [peer for peer in self._last_answer.servers if peer.name != self.name and peer.is_alive]
 
     @property
     def stoppable(self) -> Sequence[Peer]:
@@ -262,7 +262,7 @@ class PeerSessions:
     @property
     def silent(self) -> Sequence[Peer]:
         """Other servers without a heartbeat, whose robots may still move."""
-        return [front for front in self._last_answer.silent if front.name != self.name]
+        return [peer for peer in self._last_answer.silent if peer.name != self.name]
 
     # Publishing.
 
@@ -286,7 +286,7 @@ class PeerSessions:
             await self._beat(after)
         except DatabaseUnavailable as error:
             self._note_no_database(str(error))
-        except FrontNameTaken as error:
+        except ServerNameTaken as error:
             self._give_up_all(str(error))
         except Exception:
             logger.exception("publishing the sessions to other servers failed")
@@ -329,8 +329,8 @@ class PeerSessions:
             self._unreadable, self._published_beat = {}, number
             self._published = {id: entry for id, entry in self._published.items() if id in held}
             self._published |= {entry.id: entry for entry in changes}
-            for session_id, front in answered.lost:
-                logger.error("session %s was adopted by the front %s; it is given up here", session_id, front)
+            for session_id, server in answered.lost:
+                logger.error("session %s was adopted by the server %s; it is given up here", session_id, server)
                 self._give_up(session_id)
         for entry in answered.left:
             await self._take_back(entry)
@@ -343,7 +343,7 @@ class PeerSessions:
         except SessionExists:
             pass  # The session is still ending; the next beat tries again.
         except ValueError as error:
-            logger.error("session %s of this front is %s; it is forgotten", entry.id, error)
+            logger.error("session %s of this server is %s; it is forgotten", entry.id, error)
             self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
     def _give_up_all(self, why: str) -> None:
@@ -382,7 +382,7 @@ class PeerSessions:
         status = vars(session.status())
         return Entry(
             id=session.id,
-            front=self.name,
+            server=self.name,
             owner=session.new.owner,
             record="" if record is None else record.as_json(),
             status=json.loads(json.dumps(status)),
@@ -398,7 +398,7 @@ class PeerSessions:
         Raises:
             SessionExists: another server has a session of this id.
             RoomsTaken: another session uses a room of this one.
-            FrontNameTaken: another server has the name of this server.
+            ServerNameTaken: another server has the name of this server.
             NotKept: the database does not answer.
         """
         try:
@@ -434,7 +434,7 @@ class PeerSessions:
         return [
             make_status(entry)
             for entry in entries
-            if entry.front != self.name and entry.id not in mine and caller.sees(entry.owner)
+            if entry.server != self.name and entry.id not in mine and caller.sees(entry.owner)
         ]
 
     async def find(self, session_id: str) -> tuple[Entry, Peer | None] | None:
@@ -444,12 +444,12 @@ class PeerSessions:
             NoDatabase: the database does not answer.
         """
         found_session = await self._query(self._lookups, session_table.find, session_id)
-        if found_session is None or found_session[0].front == self.name:
+        if found_session is None or found_session[0].server == self.name:
             return None
         if (owning := found_session[1]) is not None:
             # A redirected client looks for it among the others, and the last beat may be older than that server.
-            others = (one for one in self._last_answer.fronts if one.name != owning.name)
-            self._last_answer = replace(self._last_answer, fronts=(*others, owning))
+            others = (one for one in self._last_answer.servers if one.name != owning.name)
+            self._last_answer = replace(self._last_answer, servers=(*others, owning))
         return found_session
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> AnySession:
@@ -461,41 +461,41 @@ class PeerSessions:
         Raises:
             UnknownSession: there is none, for this caller.
             MoveRefused: its server lives, or may live.
-            FrontNameTaken: another server has this one's name.
+            ServerNameTaken: another server has this one's name.
             NoDatabase: the database does not answer.
         """
         found_session = await self._query(self._database, session_table.find, session_id)
         if found_session is None or not caller.sees(found_session[0].owner):
             raise UnknownSession(f"Session {session_id} not found")
         entry, owning = found_session
-        is_own = entry.front == self.name  # The answer to an earlier adoption was lost.
+        is_own = entry.server == self.name  # The answer to an earlier adoption was lost.
         if is_own and any(session.id == session_id for session in self._sessions.list()):
-            raise MoveRefused(f"session {session_id!r} is on this front already")
+            raise MoveRefused(f"session {session_id!r} is on this server already")
         if owning is not None and not is_own:
             if owning.is_alive:
-                raise MoveRefused(f"session {session_id!r} is on the front {entry.front}, which lives")
+                raise MoveRefused(f"session {session_id!r} is on the server {entry.server}, which lives")
             if not force:
                 await self._check_dead(owning)
         if entry.record:
             _read_record(entry)  # before anything is changed
         adopted = await self._query(self._database, session_table.adopt, self.name, self._process, session_id, owning)
-        logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
+        logger.warning("session %s of the server %s is adopted by %s", session_id, entry.server, caller.name)
         return await self._sessions.adopt(_read_record(adopted), adopted.latch)
 
-    async def _check_dead(self, front: Peer) -> None:
+    async def _check_dead(self, peer: Peer) -> None:
         """Refuse unless a server has ended: a server that only lost the database still commands its robots."""
-        if front.has_ended:
+        if peer.has_ended:
             return
-        liveness = await probe_liveness(front, self._machine)
+        liveness = await probe_liveness(peer, self._machine)
         if liveness == "ended":
             return
         if liveness == "elsewhere":
             raise MoveRefused(
-                f"the front {front.name} sends no heartbeat, and its url {front.url} leads nowhere from this machine "
+                f"the server {peer.name} sends no heartbeat, and its url {peer.url} leads nowhere from this machine "
                 '(set front_url there); check it. When you have seen that it is off, adopt with {"force": true}'
             )
         raise MoveRefused(
-            f"the front {front.name} ({front.url}) sends no heartbeat, but it {_LIVENESS_TEXTS[liveness]}; check it. "
+            f"the server {peer.name} ({peer.url}) sends no heartbeat, but it {_LIVENESS_TEXTS[liveness]}; check it. "
             'When you have seen that it is off, adopt with {"force": true}'
         )
 
@@ -527,15 +527,15 @@ class PeerSessions:
         return {
             "name": self.name,
             "url": self.url,
-            "others": [{"name": front.name, "url": front.url} for front in self.others],
-            "silent": [{"name": front.name, "url": front.url} for front in self.silent],
+            "others": [{"name": peer.name, "url": peer.url} for peer in self.others],
+            "silent": [{"name": peer.name, "url": peer.url} for peer in self.silent],
             "trouble": self.trouble,
         }
 
 
 _LIVENESS_TEXTS = {
     "answers": "answers",
-    "silent": "does not answer as a front, but its machine does or may",
+    "silent": "does not answer as a server of this database, but its machine does or may",
     "unreachable": "cannot be reached, which says nothing of whether it moves its robots",
 }
 
@@ -554,5 +554,5 @@ def _visible_state(entry: Entry) -> tuple[object, ...]:
 def make_status(entry: Entry) -> dict[str, Any]:
     """Return the status of another server's session, with that server's name in its stats."""
     status = dict(entry.status)
-    status["stats"] = {**status.get("stats", {}), "front": entry.front}
+    status["stats"] = {**status.get("stats", {}), "front": entry.server}
     return status

@@ -114,18 +114,18 @@ class Pool:
         self._scaling = Scaling(bounds)
         self._engines: dict[str, _Engine] = {}
         self._last_number = 0
-        self._fronts: dict[str, float] = {}
+        self._servers: dict[str, float] = {}
         self._trouble = ""
         self._retry_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    async def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
+    async def begin(self, server: str, options: EngineOptions, bounds: Bounds) -> str:
         """Register a server and start the engines.
 
         Returns:
             In which options it differs from an earlier server; an empty text if in none.
         """
-        self._fronts[front] = time.monotonic()
+        self._servers[server] = time.monotonic()
         if self._task is None:
             await asyncio.to_thread(self._find_engines)
             self._task = asyncio.create_task(self._run(), name="pool")
@@ -137,17 +137,17 @@ class Pool:
         ]
         return "; ".join(differing)
 
-    async def listing(self, front: str) -> Listing | None:
+    async def listing(self, server: str) -> Listing | None:
         """Return the engines that may be used; None if the pool was restarted and `begin` must be called again."""
         if self._task is None:
             return None
-        self._fronts[front] = time.monotonic()
+        self._servers[server] = time.monotonic()
         engines = (engine for engine in self._engines.values() if engine.state == "up")
         return Listing(tuple(Listed(one.name, one.actor, one.begun) for one in engines if one.begun), self._trouble)
 
-    async def part(self, front: str) -> None:
+    async def part(self, server: str) -> None:
         """Unregister a server that ends in order."""
-        self._fronts.pop(front, None)
+        self._servers.pop(server, None)
 
     def _find_engines(self) -> None:
         """Find the engines that an earlier pool created."""
@@ -171,8 +171,8 @@ class Pool:
 
     def _poll(self) -> None:
         now = time.monotonic()
-        self._fronts = {front: asked_at for front, asked_at in self._fronts.items() if now - asked_at < IDLE_TIMEOUT}
-        if not self._fronts:
+        self._servers = {name: asked_at for name, asked_at in self._servers.items() if now - asked_at < IDLE_TIMEOUT}
+        if not self._servers:
             self._end()
             return
         for engine in tuple(self._engines.values()):
@@ -262,7 +262,7 @@ class Pool:
     def _end(self) -> None:
         """Remove all engines and end the pool: no server uses it any more."""
         for engine in tuple(self._engines.values()):
-            self._remove(engine, "no front is there any more")
+            self._remove(engine, "no server uses the cluster any more")
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.distributed.postgres import Sql
-from service.errors import FrontNameTaken, MoveRefused, RoomsTaken, SessionExists, UnknownSession
+from service.errors import MoveRefused, RoomsTaken, ServerNameTaken, SessionExists, UnknownSession
 from service.sessions.records import MAX_LATCHES, Latch
 from service.sessions.request import NewSession, describe_shared_room
 
@@ -79,7 +79,7 @@ class Entry:
     """One session of the table.
 
     Attributes:
-        front: name of its server.
+        server: name of its server.
         owner: None where no key is required.
         record: its newest `SessionRecord.as_json`; empty until it is ready.
         status: its newest published status, the fields of SessionStatusResponse.
@@ -88,7 +88,7 @@ class Entry:
     """
 
     id: str
-    front: str
+    server: str
     owner: str | None = None
     record: str = ""
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -104,19 +104,19 @@ class BeatAnswer:
         lost: ids of sessions that another server adopted while this one was silent, each with that server's name.
         left: sessions that the table lists for this server and that it does not hold, because its disk was replaced or
             an answer was lost; it restores them.
-        fronts: all servers.
+        servers: all servers.
         silent: servers without a heartbeat that did not end in order and still own sessions; their robots may still
             move.
     """
 
     lost: Sequence[tuple[str, str]] = ()
     left: Sequence[Entry] = ()
-    fronts: Sequence[Peer] = ()
+    servers: Sequence[Peer] = ()
     silent: Sequence[Peer] = ()
 
 
 _ALIVE = f"(NOT robojax_fronts.has_ended AND robojax_fronts.heartbeat > clock_timestamp() - interval '{LEASE} seconds')"
-_SELECT_FRONTS = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_alive FROM robojax_fronts"
+_SELECT_SERVERS = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_alive FROM robojax_fronts"
 _SELECT_SESSIONS = """SELECT s.id, s.front, s.owner, s.record, s.status, l.latch
 FROM robojax_sessions s LEFT JOIN robojax_latches l ON l.id = s.id"""
 _IS_PENDING = f"(claimed_at IS NOT NULL AND claimed_at > clock_timestamp() - interval '{CLAIM_TIMEOUT} seconds')"
@@ -127,7 +127,7 @@ claimed_at = NULL WHERE robojax_sessions.front = excluded.front"""
 _IS_OWN = "EXISTS (SELECT FROM robojax_sessions WHERE id = $1::text AND front = $2::text)"
 _UPSERT_LATCH = """INSERT INTO robojax_latches (id, latch) SELECT $1::text, $3::text WHERE {condition}
 ON CONFLICT (id) DO UPDATE SET latch = excluded.latch"""
-_UPSERT_FRONT = f"""INSERT INTO robojax_fronts (name, url, machine, life, heartbeat, has_ended)
+_UPSERT_SERVER = f"""INSERT INTO robojax_fronts (name, url, machine, life, heartbeat, has_ended)
 VALUES ($1, $2, $3, $4, clock_timestamp(), false)
 ON CONFLICT (name) DO UPDATE SET url = excluded.url, machine = excluded.machine, life = excluded.life,
 heartbeat = excluded.heartbeat, has_ended = false
@@ -147,9 +147,9 @@ async def beat(
             deleted only by this, because a server that lost its disk has not deleted its sessions.
 
     Raises:
-        FrontNameTaken: another process lives under this name; nothing is changed.
+        ServerNameTaken: another process lives under this name; nothing is changed.
     """
-    if await sql.fetchval(_UPSERT_FRONT, peer.name, peer.url, peer.machine, peer.life) is None:
+    if await sql.fetchval(_UPSERT_SERVER, peer.name, peer.url, peer.machine, peer.life) is None:
         raise await _name_taken(sql, peer.name)
     for one in sorted(changes, key=lambda one: one.id):
         owner, status = json.dumps(one.owner), json.dumps(one.status)
@@ -174,7 +174,7 @@ async def beat(
     for row in left:
         if not row["record"]:
             await sql.execute("DELETE FROM robojax_sessions WHERE id = $1 AND front = $2", row["id"], peer.name)
-    fronts = [_parse_front(row) for row in await sql.fetch(_SELECT_FRONTS)]
+    servers = [_parse_server(row) for row in await sql.fetch(_SELECT_SERVERS)]
     owning = {
         row["front"] for row in await sql.fetch("SELECT DISTINCT front FROM robojax_sessions WHERE status <> '{}'")
     }
@@ -185,26 +185,26 @@ async def beat(
     return BeatAnswer(
         lost=tuple((row["id"], row["front"]) for row in lost),
         left=tuple(_parse_entry(row) for row in left if row["record"]),
-        fronts=tuple(fronts),
-        silent=tuple(one for one in fronts if one.name in owning and not one.is_alive and not one.has_ended),
+        servers=tuple(servers),
+        silent=tuple(one for one in servers if one.name in owning and not one.is_alive and not one.has_ended),
     )
 
 
-async def leave(sql: Sql, front: str, life: str, latches: Mapping[str, Latch]) -> None:
+async def leave(sql: Sql, server: str, life: str, latches: Mapping[str, Latch]) -> None:
     """Record that a server ended in order, with all robots held: its name is free, and its sessions are interrupted.
 
     Args:
         latches: emergency stops that it has not published before.
     """
     known = await sql.fetchval(
-        "UPDATE robojax_fronts SET has_ended = true WHERE name = $1 AND life = $2 RETURNING name", front, life
+        "UPDATE robojax_fronts SET has_ended = true WHERE name = $1 AND life = $2 RETURNING name", server, life
     )
     if known is not None:
         for session_id, latch in sorted(latches.items()):
-            await sql.execute(_UPSERT_LATCH.format(condition=_IS_OWN), session_id, front, _format_latch(latch))
+            await sql.execute(_UPSERT_LATCH.format(condition=_IS_OWN), session_id, server, _format_latch(latch))
 
 
-async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | None:
+async def claim(sql: Sql, server: str, life: str, new: NewSession) -> Latch | None:
     """Claim a session's id and its rooms for this server, before the session is made.
 
     Returns:
@@ -213,9 +213,9 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
     Raises:
         SessionExists: another server has a session of this id, running or interrupted.
         RoomsTaken: another session uses a room of this one.
-        FrontNameTaken: another server has the name of this one.
+        ServerNameTaken: another server has the name of this one.
     """
-    await _check_name(sql, front, life)
+    await _check_name(sql, server, life)
     session_id, owner_text, rooms = new.session_id, json.dumps(new.owner), sorted(new.room_paths())
     if rooms:
         # One claim at a time: of two at once, the second finds the rooms of the first.
@@ -233,7 +233,7 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
         """INSERT INTO robojax_sessions (id, front, owner, record, status, claimed_at, rooms)
         VALUES ($1, $2, $3, '', '{}', clock_timestamp(), $4) ON CONFLICT (id) DO NOTHING RETURNING id""",
         session_id,
-        front,
+        server,
         owner_text,
         rooms,
     )
@@ -243,17 +243,17 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
         )
         if existing is None:
             raise SessionExists(f"session {session_id!r} is being deleted; try again when it is gone")
-        owning = await find_front(sql, existing["front"])
+        owning = await find_server(sql, existing["front"])
         is_alive = owning is not None and owning.is_alive
         # The server ended before it published the session, so no client knows of it.
         is_nothing = (
             not existing["record"] and existing["status"] == "{}" and not is_alive and not existing["is_pending"]
         )
-        is_own = existing["front"] == front and (not existing["record"] or existing["owner"] == owner_text)
+        is_own = existing["front"] == server and (not existing["record"] or existing["owner"] == owner_text)
         if not (is_nothing or is_own):
             state = "is there" if is_alive else "was there when that ended; adopt or delete it"
             raise SessionExists(
-                f"session {session_id!r} exists already: it {state}, on the front {existing['front']}"
+                f"session {session_id!r} exists already: it {state}, on the server {existing['front']}"
                 if existing["owner"] == owner_text
                 else f"the session id {session_id!r} is taken; choose another",
             )
@@ -261,7 +261,7 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
             """UPDATE robojax_sessions SET front = $2, claimed_at = clock_timestamp(), rooms = $4,
             owner = CASE WHEN record = '' THEN $3 ELSE owner END WHERE id = $1""",
             session_id,
-            front,
+            server,
             owner_text,
             rooms,
         )
@@ -296,18 +296,18 @@ async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
     if row is None:
         return None
     entry = _parse_entry(row)
-    owning = await find_front(sql, entry.front)
+    owning = await find_server(sql, entry.server)
     return mark_interrupted(entry, owning), owning
 
 
 async def list_sessions(sql: Sql) -> Sequence[Entry]:
     """Return all sessions, oldest first; sessions of servers that died are interrupted."""
-    fronts = {row["name"]: _parse_front(row) for row in await sql.fetch(_SELECT_FRONTS)}
+    servers = {row["name"]: _parse_server(row) for row in await sql.fetch(_SELECT_SERVERS)}
     rows = await sql.fetch(f"{_SELECT_SESSIONS} WHERE s.status <> '{{}}' ORDER BY s.created_at")
-    return [mark_interrupted(entry, fronts.get(entry.front)) for entry in map(_parse_entry, rows)]
+    return [mark_interrupted(entry, servers.get(entry.server)) for entry in map(_parse_entry, rows)]
 
 
-async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer | None) -> Entry:
+async def adopt(sql: Sql, server: str, life: str, session_id: str, owning: Peer | None) -> Entry:
     """Move a session of a server that died to this one, and its emergency stop with it.
 
     Args:
@@ -316,27 +316,27 @@ async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer |
     Raises:
         UnknownSession: there is none.
         MoveRefused: its server lives, or it was never ready.
-        FrontNameTaken: another server has the name of this one.
+        ServerNameTaken: another server has the name of this one.
     """
-    await _check_name(sql, front, life)
-    known = None if owning is None else await find_front(sql, owning.name, "FOR UPDATE")
+    await _check_name(sql, server, life)
+    known = None if owning is None else await find_server(sql, owning.name, "FOR UPDATE")
     row = await sql.fetchrow(f"{_SELECT_SESSIONS} WHERE s.id = $1 FOR UPDATE OF s", session_id)
     if row is None or not (row["record"] or row["status"] != "{}"):
         raise UnknownSession(f"Session {session_id} not found")
     entry = _parse_entry(row)
-    if entry.front != front:
-        if owning is not None and entry.front != owning.name:
-            raise MoveRefused(f"session {session_id!r} is on the front {entry.front} since a moment ago")
+    if entry.server != server:
+        if owning is not None and entry.server != owning.name:
+            raise MoveRefused(f"session {session_id!r} is on the server {entry.server} since a moment ago")
         if known is not None and owning is not None and (known.is_alive or known.life != owning.life):
-            raise MoveRefused(f"session {session_id!r} is on the front {entry.front}, which lives")
+            raise MoveRefused(f"session {session_id!r} is on the server {entry.server}, which lives")
     if not entry.record:
         raise MoveRefused(f"session {session_id!r} was never ready, nothing of it is left; delete it")
-    adopted = replace(mark_interrupted(entry, known), front=front)
+    adopted = replace(mark_interrupted(entry, known), server=server)
     # Pending: its new server publishes it with its next beat.
     await sql.execute(
         "UPDATE robojax_sessions SET front = $2, status = $3, claimed_at = clock_timestamp() WHERE id = $1",
         session_id,
-        front,
+        server,
         json.dumps(adopted.status),
     )
     return adopted
@@ -350,14 +350,14 @@ async def forget(sql: Sql, session_id: str) -> None:
         MoveRefused: its server lives.
     """
     name = await sql.fetchval("SELECT front FROM robojax_sessions WHERE id = $1", session_id)
-    owning = None if name is None else await find_front(sql, name, "FOR UPDATE")
+    owning = None if name is None else await find_server(sql, name, "FOR UPDATE")
     exists = await sql.fetchval(
         "SELECT id FROM robojax_sessions WHERE id = $1 AND front = $2 FOR UPDATE", session_id, name
     )
     if exists is None:
         raise UnknownSession(f"Session {session_id} not found")
     if owning is not None and owning.is_alive:
-        raise MoveRefused(f"session {session_id!r} is on the front {name}, which lives")
+        raise MoveRefused(f"session {session_id!r} is on the server {name}, which lives")
     await sql.execute("DELETE FROM robojax_sessions WHERE id = $1", session_id)
     await _forget_latches(sql)
 
@@ -368,40 +368,40 @@ def mark_interrupted(entry: Entry, owning: Peer | None) -> Entry:
     if (owning is not None and owning.is_alive) or not entry.status or was == "interrupted":
         return entry
     how = "ended in order" if owning is not None and owning.has_ended else "has sent no heartbeat since"
-    why = f"the front {entry.front} {how}; it was {was}"
+    why = f"the server {entry.server} {how}; it was {was}"
     return replace(entry, status={**entry.status, "status": "interrupted", "error_message": why})
 
 
 async def _check_name(sql: Sql, name: str, life: str) -> None:
-    known = await find_front(sql, name, "FOR SHARE")
+    known = await find_server(sql, name, "FOR SHARE")
     if known is None or known.life != life:
         raise await _name_taken(sql, name)
 
 
-async def _name_taken(sql: Sql, name: str) -> FrontNameTaken:
-    known = await find_front(sql, name)
+async def _name_taken(sql: Sql, name: str) -> ServerNameTaken:
+    known = await find_server(sql, name)
     at = "" if known is None else f", at {known.url}, and lives"
-    return FrontNameTaken(f"another server has the name {name} in this database{at}; give each its own (--front-name)")
+    return ServerNameTaken(f"another server has the name {name} in this database{at}; give each its own (--front-name)")
 
 
-async def find_front(sql: Sql, name: str, lock: str = "") -> Peer | None:
+async def find_server(sql: Sql, name: str, lock: str = "") -> Peer | None:
     """Return the server of this name, alive or not; None when there is none.
 
     Args:
         lock: SQL that locks the server's row until the transaction ends, such as ``FOR SHARE``.
     """
-    row = await sql.fetchrow(f"{_SELECT_FRONTS} WHERE name = $1 {lock}", name)
-    return None if row is None else _parse_front(row)
+    row = await sql.fetchrow(f"{_SELECT_SERVERS} WHERE name = $1 {lock}", name)
+    return None if row is None else _parse_server(row)
 
 
-async def _end_session(sql: Sql, session_id: str, front: str, latch: Latch | None) -> None:
+async def _end_session(sql: Sql, session_id: str, server: str, latch: Latch | None) -> None:
     is_own = await sql.fetchval(
-        "DELETE FROM robojax_sessions WHERE id = $1 AND front = $2 RETURNING id", session_id, front
+        "DELETE FROM robojax_sessions WHERE id = $1 AND front = $2 RETURNING id", session_id, server
     )
     is_nobodys = "NOT EXISTS (SELECT FROM robojax_sessions WHERE id = $1)"
     if latch is not None:
         condition = f"$2::text IS NOT NULL AND {is_nobodys}"
-        await sql.execute(_UPSERT_LATCH.format(condition=condition), session_id, front, _format_latch(latch))
+        await sql.execute(_UPSERT_LATCH.format(condition=condition), session_id, server, _format_latch(latch))
         await _forget_latches(sql)
     elif is_own is not None:
         # Only the session's last server knows that its stop was reset; another server may own the id by now.
@@ -421,7 +421,7 @@ async def _forget_latches(sql: Sql) -> None:
         logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], MAX_LATCHES)
 
 
-def _parse_front(row: Any) -> Peer:
+def _parse_server(row: Any) -> Peer:
     return Peer(row["name"], row["url"], row["machine"], row["life"], row["is_alive"], row["has_ended"])
 
 
@@ -429,7 +429,7 @@ def _parse_entry(row: Any) -> Entry:
     latch = _parse_latch(row["latch"])
     return Entry(
         id=row["id"],
-        front=row["front"],
+        server=row["front"],
         owner=json.loads(row["owner"]),
         record=row["record"],
         status=json.loads(row["status"]),

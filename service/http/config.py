@@ -8,29 +8,28 @@ from service.setting_types import Common, Group, Names, Seconds
 class LimitSettings(Group):
     """Limits."""
 
-    max_sessions: int = Field(default=64, ge=1, le=4096, description="Sessions at a time.")
-    max_cameras: int = Field(default=8, ge=1, le=64, description="Cameras per session.")
-    max_body: int = Field(default=1 << 20, ge=1024, description="Bytes of one request's body.")
+    max_sessions: int = Field(default=64, ge=1, le=4096, description="Largest number of sessions at a time")
+    max_cameras: int = Field(default=8, ge=1, le=64, description="Largest number of cameras of a session")
+    max_body: int = Field(default=1 << 20, ge=1024, description="Largest body of a request, in bytes")
     max_connections: int = Field(
         default=64,
         ge=1,
-        description="Connections of one address at a time, this machine's apart; a robot with 8 cameras has about 20.",
+        description="Connections of one address at a time, except this machine's; a robot with 8 cameras has about 20",
     )
-    max_all_connections: int = Field(default=4096, ge=16, description="Connections of all addresses at a time.")
+    max_all_connections: int = Field(default=4096, ge=16, description="Connections of all addresses at a time")
     creates_per_minute: int = Field(
         default=20,
         ge=1,
-        description="Sessions that one key (or one address, if no key is required) may create in a minute. "
-        "Callers on this machine without a key are not limited.",
+        description="Sessions that one key (or one address, if no key is required) may create in a minute; callers "
+        "on this machine without a key are not limited",
     )
     limit_local: bool = Field(
         default=False,
-        description="Hold callers on this machine to max_connections and creates_per_minute too; "
-        "for a server behind a proxy on the same machine.",
+        description="Apply max_connections and creates_per_minute to this machine, too, for a proxy on it",
     )
-    request_deadline: Seconds = Field(default=10.0, description="Seconds in which a whole request must have arrived.")
+    request_deadline: Seconds = Field(default=10.0, description="Seconds in which a whole request must arrive")
     answer_deadline: Seconds = Field(
-        default=30.0, description="Seconds in which a request is answered; making a session may take longer."
+        default=30.0, description="Seconds in which a request is answered; the creation of a session may take longer"
     )
 
 
@@ -38,25 +37,25 @@ class ServerSettings(Group):
     """Server."""
 
     host: Common[str] = Field(
-        default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, and wants a key."
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 accepts other machines and requires a key"
     )
     port: Common[int] = Field(
-        default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it."
+        default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free port and prints it"
     )
     origins: Common[Names] = Field(
         default=(),
-        description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
-        "Pages of this server and of this machine always may; '*' allows all.",
+        description="Web pages that may call the session API and the rooms, as exact origins (https://host); '*' "
+        "allows all. Pages of this server and of this machine are always allowed.",
     )
     openpi_port: Common[int | None] = Field(
         default=None,
         ge=0,
         le=65535,
-        description="A second port with openpi's WebSocket protocol, for clients that accept a host and a port only.",
+        description="Second port with openpi's WebSocket protocol, for clients that accept only a host and a port",
     )
     openpi_session: str | None = Field(
         default=None,
-        description="The session of that port. Default: the only direct session that a client's key sees.",
+        description="Session of the openpi port; default: the only direct session that a client's key may see",
     )
 
     @property
@@ -74,12 +73,10 @@ def format_url(host: str, port: int) -> str:
 class TransportSettings(Group):
     """Rooms."""
 
-    embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
+    embedded_transport: bool = Field(default=True, description="Serve rooms, too, at / and under /api")
     transport_hosts: Common[Names] = Field(
         default=(),
         description="Other transport servers that sessions may use: host, host:8000, *.lan, 192.168.1.0/24. This "
-        "server and transport servers of this machine are always allowed.",
+        "server and transport servers on this machine are always allowed.",
     )
-    ice_servers: Common[Names] = Field(
-        default=(), description="STUN and TURN URLs; none are needed on a local network."
-    )
+    ice_servers: Common[Names] = Field(default=(), description="STUN and TURN URLs; none are needed on a local network")

@@ -270,14 +270,14 @@ class RecordingSettings(Group):
     """Recordings."""
 
     recordings: Common[Private[str | None]] = Field(
-        default=None, description="Folder that recordings of sessions go to; default: recordings in the state folder."
+        default=None, description="Folder of the recordings of sessions; default: recordings in the state folder"
     )
     recording_free: int | None = Field(
         default=None,
         ge=0,
-        description="Bytes that stay free: a recording ends before. Default: 1 GiB, or 5 % of a small disk.",
+        description="Disk space that a recording leaves free, in bytes; default: 1 GiB, or 5 % of a small disk",
     )
-    recording_limit: int = Field(default=20 << 30, ge=1 << 20, description="Bytes of one recording.")
+    recording_limit: int = Field(default=20 << 30, ge=1 << 20, description="Largest size of one recording, in bytes")
     recording_datasets: bool = Field(
-        default=True, description="Make a LeRobotDataset of every recording when it has ended."
+        default=True, description="Make a LeRobotDataset of every recording when it has ended"
     )

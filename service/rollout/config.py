@@ -30,36 +30,36 @@ class UpdateSettings(Group):
     """Policy updates."""
 
     update_quiet: Seconds = Field(
-        default=20.0, description="Seconds without another push after which a push is looked at; a publish is several."
+        default=20.0, description="Seconds without another push before a push is handled; a publish is several pushes"
     )
-    update_latest: Seconds = Field(default=300.0, description="Seconds after which it is looked at anyway.")
+    update_latest: Seconds = Field(default=300.0, description="Seconds after which a push is handled in any case")
     update_poll: Common[FiniteFloat] = Field(
-        default=300.0, ge=0, description="Seconds between two polls of the Hub; 0 turns polling off."
+        default=300.0, ge=0, description="Seconds between two polls of the Hub; 0 turns polling off"
     )
     update_probation: Seconds = Field(
-        default=30.0, description="Seconds that a new policy has to run well before the old one is not gone back to."
+        default=30.0, description="Seconds of motion (probation) in which a failure brings the old policy back"
     )
     update_fade: FiniteFloat = Field(
-        default=0.2, ge=0, le=10, description="Seconds over which the first actions of a new policy are led over to."
+        default=0.2, ge=0, le=10, description="Seconds of the transition to the first actions of a new policy"
     )
     update_patience: Seconds = Field(
-        default=60.0, description="Seconds that a held robot is waited for before a new policy is given up."
+        default=60.0, description="Seconds that a new policy waits for a held robot before it is given up"
     )
     update_difference: FiniteFloat = Field(
         default=0.25,
         gt=0,
-        description="How far an action of a new policy may be from the running one's, as a part of its joint's range.",
+        description="Largest distance of a new policy's action from the running one's, as a part of a joint's range",
     )
     update_step: FiniteFloat = Field(
         default=0.15,
         gt=0,
-        description="How far a command may move a joint in one tick on probation, as a part of its range.",
+        description="Largest step of a joint in one tick of a policy's probation, as a part of the joint's range",
     )
     update_slow: FiniteFloat = Field(
-        default=0.5, gt=0, description="Part of the time a chunk is executed in that an inference may take."
+        default=0.5, gt=0, description="Longest inference of a new policy, as a part of its chunk's duration"
     )
     update_cache_bytes: int = Field(
-        default=20 << 30, ge=1 << 20, description="Bytes that one revision of a policy may have."
+        default=20 << 30, ge=1 << 20, description="Largest size of one revision of a policy, in bytes"
     )
 
     @model_validator(mode="after")
@@ -76,24 +76,22 @@ class WebhookSettings(Group):
     state: Common[Private[str | None]] = Field(
         default=None,
         description="Folder that keeps sessions, webhooks and policy updates over restarts, or off; default: "
-        "robojax/PORT in the user's state folder.",
+        "robojax/PORT in the user's state folder",
     )
     webhook_secret_file: Common[Private[str | None]] = Field(
         default=None,
-        description="File with the secrets that deliveries may carry, one per line; default: WEBHOOK_SECRET of the "
-        "environment. Without one only this machine may deliver.",
+        description="File with the accepted secrets of deliveries, one per line; default: WEBHOOK_SECRET of the "
+        "environment. Without a secret, only this machine may deliver.",
     )
-    registry: Common[bool] = Field(
-        default=False, description="Keep webhooks of this server's own, at /api/settings/webhooks."
-    )
+    registry: Common[bool] = Field(default=False, description="Keep webhooks on this server, at /api/settings/webhooks")
     registry_token_file: Private[str | None] = Field(
         default=None,
-        description="File with the tokens that may manage them, one per line; default: one made in the state folder.",
+        description="File with tokens to manage these webhooks, one per line; default: a token in the state folder",
     )
     registry_allow: Names = Field(
         default=(),
-        description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
+        description="Private networks to which deliveries may go, as 192.168.1.0/24",
     )
     registry_jobs: Private[str | None] = Field(
-        default=None, description="TOML file with the jobs that webhooks may start."
+        default=None, description="TOML file with the jobs that webhooks may start"
     )

@@ -131,21 +131,21 @@ class SessionRequest:
     workspace_id: Annotated[Name | None, Field(description="Workspace of all its rooms. Null: a new workspace.")] = None
     policy_type: Annotated[
         PolicyType,
-        Field(description="Type of the policy, which has to be the checkpoint's own; POST /policies/check tells it."),
+        Field(description="Type of the policy: the checkpoint's own type, which POST /policies/check returns."),
     ] = "act"
     language_instruction: Annotated[
         Annotated[Text, AfterValidator(_validate_instruction)] | None,
         Field(
-            description="What the robot is to do, in words. Policies that read language (`language` in their "
-            "requirements) require it; with other policies only recordings keep it."
+            description="Task of the robot, in words. Policies that read language (`language` in their requirements) "
+            "require it; with other policies, only recordings contain it."
         ),
     ] = None
     prompt_cut: Annotated[
         Literal["task", "lerobot"],
         Field(
-            description="What is left out of a prompt that has the joints behind the instruction (pi0.5) and is too "
-            "long: the end of the instruction (task), or the end of the prompt, with joints that the policy then does "
-            "not see (lerobot). stats.warnings say so (instruction_cut)."
+            description="Cut part of a prompt that is too long and has the joints after the instruction (pi0.5): the "
+            "end of the instruction (task), or the end of the prompt, with joints that the policy then does not see "
+            "(lerobot). stats.warnings contain instruction_cut."
         ),
     ] = "task"
     rate: Annotated[
@@ -159,7 +159,7 @@ class SessionRequest:
     auto_update: Annotated[
         Literal["off", "stage", "swap"],
         Field(
-            description="What a push to the revision (a branch or tag) or a change of the folder does. off: nothing. "
+            description="Effect of a push to the revision (a branch or tag), or of a change of the folder. off: none. "
             "stage: the new policy is checked and waits for POST /sessions/{session_id}/policy. swap: it takes over "
             "by itself."
         ),
@@ -195,13 +195,15 @@ class SessionRequest:
     ] = None
     temporal_ensemble_coeff: Annotated[
         Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] | None,
-        Field(description="Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."),
+        Field(
+            description="Coefficient of ensemble: above 0, older actions weigh more. Null: the checkpoint's, else 0.01."
+        ),
     ] = None
     ask_ahead: Annotated[
         Annotated[float, Field(ge=0, le=MAX_ASK_AHEAD)] | None,
         Field(
-            description="How many seconds before it is needed the next chunk is requested. Null: the time that an "
-            "inference is measured to take."
+            description="Seconds between the request of the next chunk and its first action. Null: the measured time "
+            "of an inference."
         ),
     ] = None
     action_steps: Annotated[
@@ -222,9 +224,8 @@ class SessionRequest:
     rename: Annotated[
         Annotated[Rename, Field(max_length=64)] | None,
         Field(
-            description="Cameras of the policy, by any name that its checkpoint has, and what the robot calls them: "
-            '{"Top Cam": "front"}. camera_names and all else of the session have the robot\'s names. Null: they are '
-            "the same."
+            description="Names of cameras in the checkpoint, and their names on the robot, which all other fields use: "
+            '{"Top Cam": "front"}. Null: both have the same names.'
         ),
     ] = None
     accept_units: Annotated[

@@ -20,9 +20,9 @@ from service.api.redirects import ADDRESS_HEADER, CODE
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.distributed import peers, session_table
-from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerSessions
+from service.distributed.peers import FORWARDED_HEADER, SERVER_NAME_HEADER, PeerSessions
 from service.distributed.postgres import DatabaseUnusable, Postgres
-from service.errors import FrontNameTaken, NoDatabase
+from service.errors import NoDatabase, ServerNameTaken
 from service.sessions import store
 from service.sessions.request import DIRECT, NewSession
 from service.transport.address import Address
@@ -44,7 +44,7 @@ class Server(rig.Server):
         return str(self.app.ctx.settings.cluster.front_name)
 
     @property
-    def front(self) -> PeerSessions:
+    def peer_sessions(self) -> PeerSessions:
         assert self.app.ctx.peer_sessions is not None
         return self.app.ctx.peer_sessions
 
@@ -87,7 +87,7 @@ class Servers:
             await self.beat_of(one)
 
     async def beat_of(self, one: Server) -> None:
-        await one.front._beat()
+        await one.peer_sessions._beat()
         self.forget_places(one)
 
     def forget_places(self, one: Server) -> None:
@@ -97,7 +97,7 @@ class Servers:
         """Expire the server's heartbeat without ending the server."""
         self.database.sql(f"UPDATE robojax_fronts SET heartbeat = heartbeat - interval '1 minute' {where(one.name)}")
         other = self.b if one is self.a else self.a
-        await other.front._beat()
+        await other.peer_sessions._beat()
         self.forget_places(other)
 
     def another(self, name: str, url: str, of: Server) -> PeerSessions:
@@ -137,7 +137,7 @@ async def test_request_for_another_server_is_redirected_unchanged(servers: Serve
         async with servers.b.http.request(method, path, data=b"x" * 70_000, allow_redirects=False) as found:
             reply = await found.json()
             assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}{path}")
-            assert (found.headers[FORWARDED_HEADER], found.headers[FRONT_NAME_HEADER]) == ("a", "b")
+            assert (found.headers[FORWARDED_HEADER], found.headers[SERVER_NAME_HEADER]) == ("a", "b")
             assert f"http://{found.headers[ADDRESS_HEADER]}" == servers.a.url
         assert reply["code"] == CODE
     observation = {"state": [0.0] * 6, "want": "action", "images": {}}
@@ -185,7 +185,9 @@ async def test_session_of_a_dead_server_shows_its_last_status(servers: Servers) 
 
 async def test_id_claimed_by_a_dead_server_is_not_a_session(servers: Servers) -> None:
     new = NewSession("arm", "policies/act", ROOMS)
-    await servers.a.front._query(servers.a.front._database, session_table.claim, "a", servers.a.front._process, new)
+    await servers.a.peer_sessions._query(
+        servers.a.peer_sessions._database, session_table.claim, "a", servers.a.peer_sessions._process, new
+    )
     await servers.lose(servers.a)
     assert (await servers.b.call("GET", "/sessions/arm"))[0] == 404
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
@@ -215,7 +217,7 @@ async def test_stop_runs_on_the_server_of_the_session(servers: Servers) -> None:
     ) as found:
         assert (found.status, (await found.json())["stopped"]) == (200, ["arm"])
     assert servers.a.app.ctx.sessions.get("arm").latch == "a hand"
-    servers.a.front.url = "http://127.0.0.1:1"
+    servers.a.peer_sessions.url = "http://127.0.0.1:1"
     await servers.beat()
     status, reply = await servers.b.call("POST", "/sessions/arm/emergency_stop")
     assert (status, reply["code"]) == (502, "front_lost")
@@ -240,7 +242,7 @@ async def test_stop_reaches_all_servers(servers: Servers) -> None:
 
 async def test_stop_names_the_servers_that_it_does_not_reach(servers: Servers) -> None:
     await servers.a.create("arm")
-    servers.a.front.url = "http://127.0.0.1:1"
+    servers.a.peer_sessions.url = "http://127.0.0.1:1"
     await servers.beat()
     status, reply = await servers.b.call("POST", "/debug/emergency_stop")
     assert (status, reply["count"], list(reply["fronts_not_reached"])) == (200, 0, ["a"])
@@ -292,7 +294,7 @@ async def test_each_key_sees_its_own_sessions_on_all_servers(bare: Servers, keys
     assert (await servers.b.call("POST", "/sessions/arm/stop", key["eve"]))[0] == 403
     status, reply = await servers.b.create("arm", key["bob"])
     assert status == 409
-    assert "front a" not in reply["detail"]
+    assert "server a" not in reply["detail"]
     # A key without other rights may stop each session that it sees.
     assert (await servers.b.call("POST", "/sessions/arm/emergency_stop", key["eve"]))[0] == 200
     await servers.lose(servers.a)
@@ -311,8 +313,8 @@ async def test_returning_server_gives_up_an_adopted_session(servers: Servers) ->
     await servers.lose(servers.a)
     assert (await servers.b.call("POST", "/sessions/arm/adopt", json={"force": True}))[0] == 200
     assert (await servers.b.call("POST", "/sessions/arm/adopt", json={"force": True}))[0] == 409
-    await servers.a.front._beat()
-    await asyncio.gather(*servers.a.front._hand_overs)
+    await servers.a.peer_sessions._beat()
+    await asyncio.gather(*servers.a.peer_sessions._hand_overs)
     assert servers.a.own() == {"leg": "ready"}
     await servers.beat()
     assert await servers.a.listed() == await servers.b.listed() == {"arm": "interrupted", "leg": "ready"}
@@ -325,10 +327,10 @@ async def test_returning_server_gives_up_an_adopted_session(servers: Servers) ->
 async def test_adoption_with_a_lost_response_is_completed(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.lose(servers.a)
-    owning = await servers.b.front._query(servers.b.front._database, session_table.find_front, "a")
+    owning = await servers.b.peer_sessions._query(servers.b.peer_sessions._database, session_table.find_server, "a")
     # The response is lost.
-    await servers.b.front._query(
-        servers.b.front._database, session_table.adopt, "b", servers.b.front._process, "arm", owning
+    await servers.b.peer_sessions._query(
+        servers.b.peer_sessions._database, session_table.adopt, "b", servers.b.peer_sessions._process, "arm", owning
     )
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert await servers.b.listed() == {"arm": "interrupted"}
@@ -337,23 +339,23 @@ async def test_adoption_with_a_lost_response_is_completed(servers: Servers) -> N
 async def test_server_that_lost_its_disk_gets_its_sessions_back(servers: Servers) -> None:
     await servers.a.create("arm")
     servers.a.app.ctx.sessions._sessions.clear()
-    await servers.a.front._beat()
+    await servers.a.peer_sessions._beat()
     assert servers.a.own() == {"arm": "interrupted"}
 
 
 async def test_silent_loopback_address_of_another_machine_is_ignored(servers: Servers) -> None:
     await servers.a.create("arm")
-    servers.a.front._machine = "another machine"
-    servers.a.front.url = servers.b.url  # Another server uses this address.
-    await servers.a.front._beat()
+    servers.a.peer_sessions._machine = "another machine"
+    servers.a.peer_sessions.url = servers.b.url  # Another server uses this address.
+    await servers.a.peer_sessions._beat()
     await servers.lose(servers.a)
     expect_refusal(await servers.b.call("POST", "/sessions/arm/adopt"), 409, "move_refused", "front_url")
 
 
 async def test_server_is_dead_if_another_server_has_its_address(servers: Servers) -> None:
     await servers.a.create("arm")
-    servers.a.front.url = servers.b.url
-    await servers.a.front._beat()
+    servers.a.peer_sessions.url = servers.b.url
+    await servers.a.peer_sessions._beat()
     await servers.lose(servers.a)
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
 
@@ -363,12 +365,12 @@ async def test_session_of_an_ended_server_is_adopted_with_its_stop(servers: Serv
     await servers.a.app.ctx.sessions.emergency_stop("a hand")
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 409
     servers.a.app.ctx.sessions.begin_close()
-    await servers.a.front.close()
-    await servers.b.front._beat()
+    await servers.a.peer_sessions.close()
+    await servers.b.peer_sessions._beat()
     servers.forget_places(servers.b)
-    assert servers.b.front.silent == [], "its robots must be held"
+    assert servers.b.peer_sessions.silent == [], "its robots must be held"
     reply = (await servers.b.call("GET", "/sessions/arm"))[1]
-    assert (reply["status"], reply["error_message"]) == ("interrupted", "the front a ended in order; it was stopped")
+    assert (reply["status"], reply["error_message"]) == ("interrupted", "the server a ended in order; it was stopped")
     # Its address still answers.
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert servers.b.app.ctx.sessions.get("arm").latch == "a hand"
@@ -379,7 +381,7 @@ async def test_unreadable_record_does_not_prevent_a_start(servers: Servers) -> N
     servers.database.sql(
         """INSERT INTO robojax_sessions VALUES ('leg', 'a', 'null', '{}', '{"status": "running"}', NULL)"""
     )
-    await servers.a.front.close()
+    await servers.a.peer_sessions.close()
     again = servers.another("a", servers.a.url, servers.a)
     await again.open()
     await again._beat()
@@ -392,25 +394,25 @@ async def test_second_server_of_one_name_does_not_start(servers: Servers, monkey
     monkeypatch.setattr(peers, "LEASE", 0.0)
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
     # Another address: it asks server a. The same address: it reads the heartbeat.
-    for url in (servers.b.url, servers.a.front.url):
-        await servers.a.front._beat()
+    for url in (servers.b.url, servers.a.peer_sessions.url):
+        await servers.a.peer_sessions._beat()
         twin = servers.another("a", url, servers.b)
-        with pytest.raises(FrontNameTaken, match=r"another server has the name a.*--front-name"):
+        with pytest.raises(ServerNameTaken, match=r"another server has the name a.*--front-name"):
             await twin.open()
         await twin.close()
     await servers.beat()
     assert await servers.b.listed() == {"arm": "ready"}
     await servers.lose(servers.a)
     twin = servers.another("a", servers.b.url, servers.b)
-    with pytest.raises(FrontNameTaken, match=f"answers at {servers.a.front.url}"):
+    with pytest.raises(ServerNameTaken, match=f"answers at {servers.a.peer_sessions.url}"):
         await twin.open()
 
 
 async def test_restarted_server_waits_for_its_name(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
     monkeypatch.setattr(peers, "LEASE", 60.0)  # It waits for this long.
-    again = servers.another("a", servers.a.front.url, servers.b)  # As after a kill without a goodbye.
-    await servers.a.front._beat()
+    again = servers.another("a", servers.a.peer_sessions.url, servers.b)  # As after a kill without a goodbye.
+    await servers.a.peer_sessions._beat()
     starting = asyncio.create_task(again.open())
     await asyncio.sleep(0.1)
     assert not starting.done()
@@ -424,14 +426,14 @@ async def test_server_whose_name_was_taken_gives_up_its_sessions(
 ) -> None:
     await servers.a.create("arm")
     await servers.lose(servers.a)
-    twin = servers.another("a", servers.a.front.url, servers.b)
+    twin = servers.another("a", servers.a.peer_sessions.url, servers.b)
     await twin.open()
     assert servers.b.own() == {"arm": "interrupted"}
-    await servers.a.front.publish()
-    await asyncio.gather(*servers.a.front._hand_overs)
+    await servers.a.peer_sessions.publish()
+    await asyncio.gather(*servers.a.peer_sessions._hand_overs)
     assert servers.a.own() == {}
     assert "gives up its sessions" in caplog.text
-    assert "has the name a" in str(servers.a.front.facts()["trouble"])
+    assert "has the name a" in str(servers.a.peer_sessions.facts()["trouble"])
     expect_refusal(await servers.a.create("leg"), 503, "front_name_taken")
 
 
@@ -455,8 +457,8 @@ async def test_emergency_stop_follows_a_deleted_id_to_another_server(servers: Se
     await servers.lose(servers.b)
     assert (await servers.a.call("POST", "/sessions/leg/adopt", json={"force": True}))[0] == 200
     assert not servers.a.app.ctx.sessions.get("leg").is_latched
-    await servers.b.front._beat()
-    await asyncio.gather(*servers.b.front._hand_overs)
+    await servers.b.peer_sessions._beat()
+    await asyncio.gather(*servers.b.peer_sessions._hand_overs)
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
     assert (await servers.a.create("arm"))[0] == 200
     assert not servers.a.app.ctx.sessions.get("arm").is_latched
@@ -506,7 +508,7 @@ async def test_sessions_continue_without_database_and_sync_later(
     await servers.beat()
     assert await servers.b.listed() == {"leg": "ready", "arm": "ready", "hand": "stopped", "old": "stopped"}
     assert [one[0] for one in servers.database.sql("SELECT id FROM robojax_latches")] == ["hand"]
-    servers.a.front.trouble = None  # Its next heartbeat finds the database again.
+    servers.a.peer_sessions.trouble = None  # Its next heartbeat finds the database again.
     assert (await servers.a.create("new"))[0] == 200
 
 
@@ -551,7 +553,7 @@ async def test_stop_through_another_server_needs_no_database(
                 place = f"/sessions/{session_id}/{path.rsplit('/', 1)[1]}"
                 status, answer = await servers.b.call("POST", place, keys[1][name])
                 assert (status, answer["code"]) == (503, "no_directory")
-                assert "the front a answers 404" in answer["detail"]
+                assert "the server a answers 404" in answer["detail"]
         status, answer = await servers.b.call("POST", "/sessions/arm/emergency_stop", "rjk_" + "g" * 43)
         assert (status, answer["code"]) == (401, "unauthorized")
     finally:
@@ -573,7 +575,7 @@ async def test_deletion_unknown_to_the_database_survives_a_kill(
                 return
             for session_id in ("arm", "leg"):
                 assert (await one.create(session_id))[0] == 200
-            one.front.trouble = "away"  # The database does not receive the next changes.
+            one.peer_sessions.trouble = "away"  # The database does not receive the next changes.
             assert (await one.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
             assert (await one.call("DELETE", "/sessions/arm"))[0] == 200
             assert len(database.sql("SELECT id FROM robojax_sessions")) == 2
@@ -594,7 +596,7 @@ async def test_client_follows_a_session_to_its_server(bare: Servers, keys: tuple
         assert await asyncio.to_thread(ask_without_a_loop, servers.b.url, keys[1]["alice"]) == "stopped"
         # The session moved to another server, so the client must forget its address.
         servers.a.app.ctx.sessions.begin_close()
-        await servers.a.front.close()
+        await servers.a.peer_sessions.close()
         await servers.beat_of(servers.b)
         assert (await session.status()).stats["front"] == "a"
         assert (await client.request("POST", "/sessions/arm/adopt"))["status"] == "interrupted"
@@ -678,20 +680,20 @@ async def test_unusable_database_is_reported_at_once(
 async def test_deletion_during_an_update_is_written_next(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     for session_id in ("arm", "leg"):
         await servers.a.create(session_id)
-    entry, sessions = servers.a.front._entry, servers.a.app.ctx.sessions
+    entry, sessions = servers.a.peer_sessions._entry, servers.a.app.ctx.sessions
 
     def slow(session: Any) -> Any:
         found = entry(session)
         if session.id == "leg":  # The first session ends before the others are read.
-            monkeypatch.setattr(servers.a.front, "_entry", entry)
+            monkeypatch.setattr(servers.a.peer_sessions, "_entry", entry)
             session.begin_close()
             sessions._journal.delete(session)
         return found
 
-    monkeypatch.setattr(servers.a.front, "_entry", slow)
-    await servers.a.front._beat()
+    monkeypatch.setattr(servers.a.peer_sessions, "_entry", slow)
+    await servers.a.peer_sessions._beat()
     assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
-    await servers.a.front._beat()
+    await servers.a.peer_sessions._beat()
     assert servers.a.own() == {"arm": "ready"}
 
 

@@ -174,7 +174,7 @@ from service.setting_types import Seconds
 
 class ControlSettings(config.ControlSettings):
     "Control loop"
-    scratch_wait: Seconds = Field(default=1.5, description="Seconds that only this test waits.")
+    scratch_wait: Seconds = Field(default=1.5, description="Seconds that only this test waits")
 
 config.ControlSettings = ControlSettings
 from service.settings import load_settings
@@ -201,9 +201,9 @@ def test_a_new_field_of_a_group_is_a_complete_setting(nowhere):
     ran = subprocess.run([sys.executable, "-c", SCRATCH], env=environment, capture_output=True, text=True, check=True)
     defaults, variable, file, row, shown = ran.stdout.split("\n", 4)
     assert (defaults, variable, file) == ("1.5 4.0 4.0", "3.0", "2.0")
-    assert row == ("| `--scratch-wait NUMBER` | `ROBOJAX_SCRATCH_WAIT` | `1.5` | Seconds that only this test waits. |")
+    assert row == ("| `--scratch-wait NUMBER` | `ROBOJAX_SCRATCH_WAIT` | `1.5` | Seconds that only this test waits |")
     assert "--scratch-wait" in shown
-    assert "Seconds that only this test waits. Default: 1.5." in shown
+    assert "Seconds that only this test waits; default: 1.5" in shown
 
 
 def test_the_generated_pages_match_the_classes():
