@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient
-from service.distributed.peers import FRONT_NAME_HEADER
+from service.distributed.peers import SERVER_NAME_HEADER
 from tests.testing.peers import require_peers
 from tests.testing.rig import started
 
@@ -53,7 +53,7 @@ class Proxied:
 
     async def server_of(self, path: str) -> str:
         async with aiohttp.ClientSession() as http, http.get(self.url + path, allow_redirects=False) as answer:
-            return answer.headers[FRONT_NAME_HEADER]
+            return answer.headers[SERVER_NAME_HEADER]
 
 
 @pytest.fixture(params=["nginx", "caddy"])
