@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from service.rollout.config import DeploymentSettings
 from service.rollout.gates import GateVerdict
 from service.rollout.records import Quarantine, Record
-from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, PolicyFollower, Rollout
+from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, FollowingSession, Rollout
 from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, PolicySource, SourceError
 from service.rollout.triggers import TriggerTarget
 
@@ -188,7 +188,7 @@ class PolicyDeployment:
 
 
 class RolloutState:
-    """Followers, heads, and staged, declined and quarantined commits.
+    """Following sessions, heads, and staged, declined and quarantined commits.
 
     Attributes:
         sources: returns the source of a repo.
@@ -203,23 +203,23 @@ class RolloutState:
         self._rollout, self._quarantine = rollout, quarantine
         self._unknown: set[TriggerTarget] = set()
 
-    def get_session(self, id: str) -> PolicyFollower:
+    def get_session(self, id: str) -> FollowingSession:
         """Return a session, or raise SourceError (``unknown_session``)."""
-        for one in self._rollout.list_followers():
+        for one in self._rollout.list_following():
             if one.session_id == id:
                 return one
         raise SourceError("unknown_session", f"session {id!r} runs no policy")
 
     def list_targets(self) -> Sequence[TriggerTarget]:
         """Return all refs that sessions follow."""
-        followed = (TriggerTarget.of_session(one) for one in self._rollout.list_followers() if one.mode != "off")
+        followed = (TriggerTarget.of_session(one) for one in self._rollout.list_following() if one.mode != "off")
         return [*dict.fromkeys(followed)]
 
-    def list_outdated(self, target: TriggerTarget, head: str) -> Sequence[PolicyFollower]:
-        """Return the followers that do not run this head yet; followers that swap come first."""
+    def list_outdated(self, target: TriggerTarget, head: str) -> Sequence[FollowingSession]:
+        """Return the sessions that do not run this head yet; sessions that swap come first."""
         found = [
             one
-            for one in self._rollout.list_followers()
+            for one in self._rollout.list_following()
             if TriggerTarget.of_session(one) == target
             and one.mode != "off"
             and head not in (one.sha, self.declined.get(one.session_id))
@@ -268,7 +268,7 @@ class RefMoved:
     requeue: Callable[[], None] | None  # queues the ref again if it has moved on; None deploys the older commit
 
     async def choose_sessions(self, source: PolicySource, repo: str, head: str) -> Sequence[DeployTarget]:
-        """Choose the followers that do not run it yet, unless they are ahead of it."""
+        """Choose the sessions that do not run it yet, unless they are ahead of it."""
         outdated = self.state.list_outdated(self.target, head)
         if outdated:
             self.state.check_quarantine(repo, head)

@@ -22,7 +22,7 @@ from service.rollout.deployment import (
     RolloutState,
 )
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record
-from service.rollout.rollout import PolicyFollower, Rollout
+from service.rollout.rollout import FollowingSession, Rollout
 from service.rollout.sources import FolderSource, PolicySource, SourceError
 from service.rollout.triggers import (
     Interpretation,
@@ -103,7 +103,7 @@ class Deployments:
 
     def handle_delivery(self, payload: WebhookPayload, delivery_id: str | None) -> Interpretation:
         """Trigger checks of the refs that a webhook delivery names, without waiting."""
-        interpretation = interpret_delivery(payload, self._rollout.list_followers())
+        interpretation = interpret_delivery(payload, self._rollout.list_following())
         ids = (delivery_id,) if delivery_id else ()
         for target in interpretation.targets:
             self._trigger_queue.put(Trigger(target, "webhook", payload.webhook.id, ids))
@@ -173,7 +173,7 @@ class Deployments:
         await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # the client may disconnect
         return _raise_error(record)
 
-    def _get_session(self, session_id: str) -> PolicyFollower:
+    def _get_session(self, session_id: str) -> FollowingSession:
         try:
             return self._state.get_session(session_id)
         except SourceError as error:

@@ -50,7 +50,7 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
-class PolicyFollower:
+class FollowingSession:
     """A session's policy, and which ref of its repo it follows."""
 
     session_id: str
@@ -69,10 +69,10 @@ class Rollout:
         self._engine = sessions.engine
         self._probations: dict[str, Probation] = {}
 
-    def list_followers(self) -> Sequence[PolicyFollower]:
+    def list_following(self) -> Sequence[FollowingSession]:
         """Return all sessions that run a policy."""
         return [
-            PolicyFollower(
+            FollowingSession(
                 session_id=session.id,
                 repo=_repo_of(session),
                 ref=session.new.revision,

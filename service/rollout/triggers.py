@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hooks.payload import WebhookPayload
-from service.rollout.rollout import PolicyFollower
+from service.rollout.rollout import FollowingSession
 
 BRANCH, TAG = "refs/heads/", "refs/tags/"
 # Pull requests and the Hub's own conversions are not releases.
@@ -22,7 +22,7 @@ class TriggerTarget:
     ref: str
 
     @classmethod
-    def of_session(cls, one: PolicyFollower) -> "TriggerTarget":
+    def of_session(cls, one: FollowingSession) -> "TriggerTarget":
         """Return the ref that a session follows; the Hub calls every default branch ``main``."""
         return cls(one.repo, one.ref or "main")
 
@@ -48,10 +48,10 @@ def matches_ref(followed: str, moved: str) -> bool:
     return moved in (followed, BRANCH + followed, TAG + followed)
 
 
-def interpret_delivery(payload: WebhookPayload, followers: Iterable[PolicyFollower]) -> Interpretation:
+def interpret_delivery(payload: WebhookPayload, sessions: Iterable[FollowingSession]) -> Interpretation:
     """Interpret a delivery; only which ref moved counts, not the commit that it names."""
     repo, event = payload.repo, payload.event
-    followed = {TriggerTarget.of_session(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
+    followed = {TriggerTarget.of_session(one): None for one in sessions if one.mode != "off" and one.repo == repo.name}
     if repo.type != "model" or not followed:
         return Interpretation(ignored=f"no session follows the {repo.type} {repo.name}")
     if payload.is_about("repo.content"):

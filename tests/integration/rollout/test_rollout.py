@@ -53,7 +53,7 @@ class Rig(SessionRig):
 
     @property
     def sha(self) -> str | None:
-        return self.rollout.list_followers()[0].sha
+        return self.rollout.list_following()[0].sha
 
     async def prepare(self, policy: ScriptedPolicy, sha: str = NEXT):
         self.policies[f"/files/{sha}"] = policy
@@ -107,8 +107,8 @@ async def watched() -> AsyncIterator[Rig]:
 
 async def test_better_policy_takes_over_at_a_chunk_boundary(rig: Rig) -> None:
     session = await rig.running()
-    (follower,) = rig.rollout.list_followers()
-    assert (follower.repo, follower.ref, follower.sha, follower.mode) == ("owner/name", None, SHA, "swap")
+    (following,) = rig.rollout.list_following()
+    assert (following.repo, following.ref, following.sha, following.mode) == ("owner/name", None, SHA, "swap")
     better = ScriptedPolicy(step=0.2)
     verdict = await rig.prepare(better)
     assert verdict.reason is None, verdict.text

@@ -64,7 +64,7 @@ class Robots:
     def of(self, step: str) -> list[str | None]:
         return [sha for name, _, sha in self.steps if name == step]
 
-    def list_followers(self) -> Sequence[Robot]:
+    def list_following(self) -> Sequence[Robot]:
         return self.robots
 
     async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Any) -> GateVerdict:
