@@ -46,7 +46,7 @@ class Goal:
     clamped: tuple[str, ...] = ()
 
 
-class Follower:
+class JointTracker:
     """Chooses an arm's goal from commands: the newest targets, or hold when commands stop.
 
     Attributes:
@@ -151,8 +151,8 @@ class ArmThread:
     ``failure`` is the error that ended the thread; ``clamped`` are the joints whose target was clamped so far.
     """
 
-    def __init__(self, arm: Arm, follower: Follower, rate: float):
-        self._arm, self._follower, self._period = arm, follower, 1 / rate
+    def __init__(self, arm: Arm, tracker: JointTracker, rate: float):
+        self._arm, self._tracker, self._period = arm, tracker, 1 / rate
         self._lock = threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()
         self._newest: tuple[dict[str, float], float] | None = None
@@ -172,19 +172,19 @@ class ArmThread:
     def command(self, values: Mapping[str, float]) -> None:
         """Take a command, which the thread executes at once."""
         with self._lock:
-            self._follower.command(values, time.monotonic())
+            self._tracker.command(values, time.monotonic())
         self._wake.set()
 
     def stop(self, reason: str, is_latched: bool = False) -> None:
         """Hold at once, until the next command, or (latched) until ``reset``."""
         with self._lock:
-            self._follower.stop(reason, is_latched, time.monotonic())
+            self._tracker.stop(reason, is_latched, time.monotonic())
         self._wake.set()
 
     def reset(self, number: int) -> str | None:
         """Release the latch of this emergency stop, unless a later stop followed; return why the arm stays held."""
         with self._lock:
-            latch, newest = self._follower.latch, self._newest
+            latch, newest = self._tracker.latch, self._newest
             if latch is None:
                 return None
             if latch.is_final or self._over.is_set():
@@ -193,7 +193,7 @@ class ArmThread:
                 return "the servos cannot be read; check the arm's power and cables"
             if latch.number != number:
                 return latch.reason
-            self._follower.reset()
+            self._tracker.reset()
             return None
 
     @property
@@ -204,12 +204,12 @@ class ArmThread:
     @property
     def hold(self) -> str | None:
         """Reason why the arm is held."""
-        return self._follower.hold
+        return self._tracker.hold
 
     @property
     def latch(self) -> ArmLatch | None:
         """The emergency stop that holds the arm until a reset, or None."""
-        return self._follower.latch
+        return self._tracker.latch
 
     @property
     def is_over(self) -> bool:
@@ -219,7 +219,7 @@ class ArmThread:
     @property
     def commands(self) -> int:
         """Number of commands that the arm followed."""
-        return self._follower.commands
+        return self._tracker.commands
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -231,7 +231,7 @@ class ArmThread:
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
             with self._lock:
-                self._follower.stop("the program ends", is_latched=True, is_final=True)
+                self._tracker.stop("the program ends", is_latched=True, is_final=True)
             while not self._run_cycle():
                 pass  # A failed reading must not prevent the hold; several in a row raise.
         except RobotError as error:
@@ -251,7 +251,7 @@ class ArmThread:
         now = time.monotonic()
         self._newest = (pose, now)
         with self._lock:
-            goal = self._follower.compute_goal(pose, now)
+            goal = self._tracker.compute_goal(pose, now)
         self.clamped = self.clamped.union(goal.clamped)
         if goal.targets is not None:
             self._arm.move(goal.targets)
@@ -259,7 +259,7 @@ class ArmThread:
 
     def _hold_responding_servos(self) -> str:
         with self._lock:
-            self._follower.stop("the arm does not answer", is_latched=True, is_final=True)
+            self._tracker.stop("the arm does not answer", is_latched=True, is_final=True)
         try:
             held = self._arm.hold_responding_servos()
         except (BusLost, OSError):

@@ -16,7 +16,7 @@ import numpy as np
 
 from robojax.client import AsyncClient, AsyncSession, RequestRefused, RobojaxError
 from robojax.robot.arm import JOINTS
-from robojax.robot.arm_thread import ArmThread, Follower
+from robojax.robot.arm_thread import ArmThread, JointTracker
 from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
@@ -139,8 +139,8 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
                 raise _Ended
             await asyncio.to_thread(arm.enable_torque)
             on_event("the arm is held where it is")
-            follower = Follower(JOINTS, runner.command_timeout, runner.robot.max_relative_target)
-            with ArmThread(arm, follower, runner.rate) as arm_thread:
+            tracker = JointTracker(JOINTS, runner.command_timeout, runner.robot.max_relative_target)
+            with ArmThread(arm, tracker, runner.rate) as arm_thread:
                 ended = await _run_linked(runner, client, session, arm_thread, cameras, end_requested, on_event)
             if arm_thread.failure is not None:
                 raise arm_thread.failure

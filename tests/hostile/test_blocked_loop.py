@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from robojax.robot.arm_thread import Follower, normalize_joint_name
+from robojax.robot.arm_thread import JointTracker, normalize_joint_name
 from service import signal_guard
 from tests.faults.arm import Arm, arm, is_moving
 from tests.faults.processes import ROOT, Process, process, rooms, server
@@ -80,15 +80,15 @@ async def _until_logged(place: Place, since: int, text: str) -> str:
     return found[0]
 
 
-async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
-    """Return the time at which the robot's side held the arm, as the follower receives its motion."""
+async def _followed(arm: Arm, tracker: JointTracker, until: float) -> float | None:
+    """Return the time at which the robot's side held the arm, as the tracker receives its motion."""
     received, pose = len(arm.history.commands), dict.fromkeys(map(normalize_joint_name, JOINTS), 0.0)
     while (now := time.monotonic()) < until:
         for command in arm.history.commands[received:]:
             received += 1
-            follower.command(command.values, command.at)
-        follower.compute_goal(pose, now)
-        if follower.commands and follower.hold is not None:
+            tracker.command(command.values, command.at)
+        tracker.compute_goal(pose, now)
+        if tracker.commands and tracker.hold is not None:
             return now
         await asyncio.sleep(0.005)
     return None
@@ -98,13 +98,13 @@ async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
 async def test_blocked_loop_is_logged_while_the_robot_holds(place: Place, moving: tuple[Arm, Script], how: str) -> None:
     arm, _ = moving
     before, logged = await _figures(place.server.url), len(place.server.words())
-    follower = Follower(map(normalize_joint_name, JOINTS), PATIENCE)
-    following = asyncio.create_task(_followed(arm, follower, time.monotonic() + 20))
+    tracker = JointTracker(map(normalize_joint_name, JOINTS), PATIENCE)
+    following = asyncio.create_task(_followed(arm, tracker, time.monotonic() + 20))
     await arm.moves(3)
     began = place.block(how, BLOCK)
     held_at = await following
     assert held_at is not None
-    assert follower.hold == "no command for 500 ms"
+    assert tracker.hold == "no command for 500 ms"
     assert held_at - began <= PATIENCE + 0.2 + arm.meter.worst(began)
     assert " in block (faults/scripted_server.py:" in await _until_logged(place, logged, "loop has been blocked for")
     await _until_logged(place, logged, "loop was blocked for")

@@ -65,7 +65,7 @@ async def connect_robot(
         url: the transport server, as in ``transport_server_url``.
         rooms: rooms from the answer to the session's creation.
         on_command: takes (wire name to target, monotonic receive time) on the event loop. Unchanged joints are not
-            included. Hold the robot when commands stop arriving, as ``robojax.robot.arm_thread.Follower`` does.
+            included. Hold the robot when commands stop arriving, as ``robojax.robot.arm_thread.JointTracker`` does.
         on_emergency_stop: called for each emergency stop of another participant in any room.
         name: prefix of the robot's participant ids.
         rate: largest number of pictures per second and camera.

@@ -6,7 +6,7 @@ import pytest
 
 from robojax.robot import _scservo, arm_thread, bus
 from robojax.robot.arm import JOINTS, Arm
-from robojax.robot.arm_thread import ArmThread, Follower
+from robojax.robot.arm_thread import ArmThread, JointTracker
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.simulated_bus import SimulatedBus
 from tests.testing.waiting import wait_until
@@ -102,7 +102,7 @@ def test_active_servo_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus)
 
 def test_arm_is_held_even_if_the_last_reading_fails(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
     arm.enable_torque()
-    shoulder, body = servos.line.servos[1], ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0)
+    shoulder, body = servos.line.servos[1], ArmThread(arm, JointTracker(JOINTS, command_timeout=5.0), rate=50.0)
     read = arm.read_pose
     unread: list[bool] = []
 
@@ -127,7 +127,7 @@ def test_reset_does_not_release_an_unreadable_arm(arm: Arm, servos: SimulatedBus
     arm.enable_torque()
     read, is_failing = arm.read_pose, False
     monkeypatch.setattr(arm, "read_pose", lambda: None if is_failing else read())
-    with ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0) as body:
+    with ArmThread(arm, JointTracker(JOINTS, command_timeout=5.0), rate=50.0) as body:
         wait_until(lambda: body.pose is not None)
         body.stop("emergency stop", is_latched=True)
         is_failing = True

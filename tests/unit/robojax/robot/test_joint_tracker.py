@@ -5,17 +5,17 @@ import math
 import pytest
 
 from robojax.robot.arm import JOINTS
-from robojax.robot.arm_thread import Follower, normalize_joint_name
+from robojax.robot.arm_thread import JointTracker, normalize_joint_name
 
 POSE = dict.fromkeys(JOINTS, 10.0)
 
 
 @pytest.fixture
-def each() -> Follower:
-    return Follower(JOINTS, command_timeout=0.5)
+def each() -> JointTracker:
+    return JointTracker(JOINTS, command_timeout=0.5)
 
 
-def test_first_command_is_followed_with_any_joint_names(each: Follower) -> None:
+def test_first_command_is_followed_with_any_joint_names(each: JointTracker) -> None:
     assert each.compute_goal(POSE, 0.9).targets is None
     assert each.hold == "no command has arrived yet"
     each.command({"Rotation": 12.0, "gripper": 50.0, "wrist_flex.pos": 9.0}, 1.0)
@@ -23,13 +23,13 @@ def test_first_command_is_followed_with_any_joint_names(each: Follower) -> None:
     assert each.hold is None
 
 
-def test_joints_missing_in_a_message_keep_their_target(each: Follower) -> None:
+def test_joints_missing_in_a_message_keep_their_target(each: JointTracker) -> None:
     each.command({"Rotation": 12.0, "Elbow": 13.0}, 1.0)
     each.command({"Elbow": 14.0}, 1.1)
     assert each.compute_goal(POSE, 1.2).targets == {"shoulder_pan": 12.0, "elbow_flex": 14.0}
 
 
-def test_silence_holds_the_arm_once_in_place_and_keeps_the_grip(each: Follower) -> None:
+def test_silence_holds_the_arm_once_in_place_and_keeps_the_grip(each: JointTracker) -> None:
     each.command({"Rotation": 90.0, "Jaw": 3.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     held = each.compute_goal(POSE, 1.6)
@@ -42,14 +42,14 @@ def test_silence_holds_the_arm_once_in_place_and_keeps_the_grip(each: Follower) 
 
 
 def test_distance_of_targets_is_limited() -> None:
-    each = Follower(JOINTS, command_timeout=0.5, max_relative_target=5.0)
+    each = JointTracker(JOINTS, command_timeout=0.5, max_relative_target=5.0)
     each.command({"Rotation": 90.0, "Elbow": 12.0, "Pitch": -90.0}, 1.0)
     goal = each.compute_goal(POSE, 1.0)
     assert goal.targets == {"shoulder_pan": 15.0, "elbow_flex": 12.0, "shoulder_lift": 5.0}
     assert set(goal.clamped) == {"shoulder_pan", "shoulder_lift"}
 
 
-def test_no_command_is_followed_after_an_emergency_stop(each: Follower) -> None:
+def test_no_command_is_followed_after_an_emergency_stop(each: JointTracker) -> None:
     each.command({"Rotation": 90.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     each.stop("emergency stop", is_latched=True)
@@ -59,7 +59,7 @@ def test_no_command_is_followed_after_an_emergency_stop(each: Follower) -> None:
     assert (each.hold, each.latch is not None, each.commands) == ("emergency stop", True, 1)
 
 
-def test_reset_releases_the_latch_and_forgets_older_targets(each: Follower) -> None:
+def test_reset_releases_the_latch_and_forgets_older_targets(each: JointTracker) -> None:
     each.command({"Rotation": 90.0, "Elbow": 80.0}, 1.0)
     each.stop("emergency stop", is_latched=True, now=1.1)
     assert each.compute_goal(POSE, 1.1).targets == POSE
@@ -76,7 +76,7 @@ def test_reset_releases_the_latch_and_forgets_older_targets(each: Follower) -> N
     assert each.latch.is_final
 
 
-def test_newer_reason_of_a_hold_sends_nothing(each: Follower) -> None:
+def test_newer_reason_of_a_hold_sends_nothing(each: JointTracker) -> None:
     each.command({"Rotation": 90.0}, 1.0)
     each.compute_goal(POSE, 1.0)
     assert each.compute_goal(POSE, 1.6).targets is not None
@@ -95,7 +95,7 @@ def test_newer_reason_of_a_hold_sends_nothing(each: Follower) -> None:
         *({"leg": 1.0}, {}, {"Rotation": 1, "shoulder_pan": 2}),
     ],
 )
-def test_invalid_command_is_refused_whole(bad, each: Follower) -> None:
+def test_invalid_command_is_refused_whole(bad, each: JointTracker) -> None:
     each.command(bad, 1.0)
     assert each.compute_goal(POSE, 1.0).targets is None
     assert each.commands == 0
