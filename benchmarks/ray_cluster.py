@@ -1,10 +1,10 @@
-"""What do robots see of a Ray cluster when it grows, and when a machine or a front of it dies?
+"""What do robots see of a Ray cluster when it grows, and when a machine or a server of it dies?
 
     python -m benchmarks.ray_cluster
 
 Three nodes of Ray run on this machine, each with one engine. First, simulated robots send requests to one, two and
-three engines, at 20 Hz and as fast as the engines answer. Then two front servers have eight robots each; a node is
-killed, then a front server, whose sessions the other front server adopts. Last, a front server with four robots loses
+three engines, at 20 Hz and as fast as the engines answer. Then two servers have eight robots each; a node is
+killed, then a server, whose sessions the other server adopts. Last, a server with four robots loses
 all nodes, including the head, and gets new nodes. Nodes on one machine share its cores: the scaling shows what a
 cluster costs here, not what more machines give.
 """
@@ -267,8 +267,8 @@ def summary(robots: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 # What robots see.
 
 
-def front(name: str, environment: Mapping[str, str], folder: Path, database: str | None = None) -> Child:
-    """A front server that joins the cluster, and shares its sessions where there is a database."""
+def serve(name: str, environment: Mapping[str, str], folder: Path, database: str | None = None) -> Child:
+    """A server that joins the cluster, and shares its sessions where there is a database."""
     flags = ("--engine", "ray-auto", "--engines", "3", "--state", str(folder / name))
     if database is not None:
         flags += ("--front-name", name, "--database", database)
@@ -299,14 +299,14 @@ async def started(url: str, robots: Sequence[ObedientRobot]) -> None:
 
 
 async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
-    """Two fronts, a killed node, a killed front."""
+    """Two servers, a killed node, a killed server."""
     with ExitStack() as stack:
         database = stack.enter_context(postgres()).url
-        fronts = []
+        servers = []
         for name in ("a", "b"):
-            fronts.append(front(name, nodes.environment, folder, database))
-            stack.callback(fronts[-1].end)
-        a, b = (one.url() for one in fronts)
+            servers.append(serve(name, nodes.environment, folder, database))
+            stack.callback(servers[-1].end)
+        a, b = (one.url() for one in servers)
         async with asyncio.timeout(120):
             while min(len(call(f"{url}/cluster")["engines"]["engines"]) for url in (a, b)) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
@@ -331,8 +331,8 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
         await watch("a node is killed", seconds)
         found["engines_after"] = [one["engine"] for one in call(f"{a}/cluster")["engines"]["engines"]]
 
-        asyncio.get_running_loop().call_later(1.0, fronts[1].process.kill)
-        await watch("a front is killed: robots of the other", seconds, robots[::2])
+        asyncio.get_running_loop().call_later(1.0, servers[1].process.kill)
+        await watch("a server is killed: robots of the other", seconds, robots[::2])
         listed = {one["session_id"]: one["status"] for one in call(f"{a}/sessions")}
         found["listed"] = {
             "sessions": len(listed),
@@ -349,16 +349,16 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
             robot.url = a
         found["adopted_in_s"] = round(time.monotonic() - began, 2)
         await started(a, robots[1::2])
-        await watch("all on one front", seconds)
+        await watch("all on one server", seconds)
         for robot in robots:
             await robot.end()
     return found
 
 
 async def lost(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
-    """One front whose whole cluster is killed and started again at the same address."""
+    """One server whose whole cluster is killed and started again at the same address."""
     with ExitStack() as stack:
-        one = front("c", nodes.environment, folder)
+        one = serve("c", nodes.environment, folder)
         stack.callback(one.end)
         url = one.url()
         robots = [ObedientRobot(f"robot-{number}", url) for number in range(4)]
