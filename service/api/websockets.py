@@ -89,10 +89,12 @@ def create_openpi_app(app: App) -> App:
     @second.on_request
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):
-            doors = request.app.ctx.stream_clients
+            clients = request.app.ctx.stream_clients
             _prepare(
                 request,
-                get_visible_session(request, session_id) if session_id else doors.find_only_session(caller_of(request)),
+                get_visible_session(request, session_id)
+                if session_id
+                else clients.find_only_session(caller_of(request)),
             )
 
     return second

@@ -1,4 +1,4 @@
-"""Guard of all routes: admits or refuses every request, and slows down guessing."""
+"""Access guard of all routes: admits or refuses every request, and slows down guessing."""
 
 import logging
 import time
@@ -196,7 +196,7 @@ REFUSALS = (1 / 6, 10)
 
 
 class AccessGuard:
-    """Guard of all routes of an app: the API, the rooms, the dashboard and its socket.
+    """Access guard of all routes of an app: the API, the rooms, the dashboard and its socket.
 
     The ``ctx_role`` of a route is the required role, or None. For routes without it, the first matching rule counts;
     all other routes require an admin.

@@ -10,7 +10,7 @@ import numpy as np
 from service.control.action_queue import ActionQueue
 from service.control.chunk_scheduler import COMPILING, STUCK, ChunkRequest, ChunkScheduler, PolicyAnswer
 from service.control.config import ControlConfig
-from service.control.guard import CommandHistory, Guard, Ramp
+from service.control.guard import ActionGuard, CommandHistory, Ramp
 from service.control.limits import MotionLimits, create_motion_limits
 from service.control.observation_buffer import NotReady, ObservationBuffer
 from service.control.watchdog import HOLDS, InputTimes, JointMotion, Watchdog
@@ -147,7 +147,7 @@ class HoldState:
 class Controller:
     """Decides for one robot. Every method takes the time and returns a decision; none sleeps, sends or infers.
 
-    Every chunk passes the guard before its first action is sent, and every command of a motion passes it again.
+    Every chunk passes the action guard before its first action is sent, and every command of a motion passes it again.
 
     Attributes:
         period: seconds from tick to tick.
@@ -179,7 +179,7 @@ class Controller:
         self.buffer = buffer
         self.scheduler = ChunkScheduler(config)
         self.queue = ActionQueue(1 / config.action_rate, self.period, config.overlap)
-        self.guard = Guard(
+        self.guard = ActionGuard(
             limits or create_motion_limits(buffer.joints),
             rate=config.rate,
             action_rate=config.action_rate,
@@ -206,7 +206,7 @@ class Controller:
         self._history = CommandHistory(config.rate)
         self._obstacles: dict[str, NotReady] = {}
         self._failures = 0
-        self._is_moving = self._is_dry = self._keeps_grip = False
+        self._is_moving = self._is_queue_empty = self._keeps_grip = False
         self._moved_at = 0.0
         self._target: np.ndarray | None = None
 
@@ -290,7 +290,7 @@ class Controller:
         if not self._is_moving:  # Every hold ends the motion, so a moving robot has no hold.
             self._hold_state.end()
         self._moved_at = now
-        self._is_moving, self._is_dry, self._keeps_grip = True, False, True
+        self._is_moving, self._is_queue_empty, self._keeps_grip = True, False, True
         return self.command
 
     def _wait_for_policy(self, now: float) -> None:
@@ -300,8 +300,8 @@ class Controller:
         if not self._is_moving:
             return
         self._history.rest()
-        if not self._is_dry and not self.queue.left:
-            self._is_dry = True
+        if not self._is_queue_empty and not self.queue.left:
+            self._is_queue_empty = True
             self.starvations += 1
         waited = now - self._moved_at
         if waited > self.config.control.starved_after:
@@ -623,5 +623,5 @@ class Controller:
         """Drop the plan, so that earlier actions cannot move the robot."""
         self.queue.clear()
         self.scheduler.end_motion()
-        self._is_moving = self._is_dry = False
+        self._is_moving = self._is_queue_empty = False
         self._target = None

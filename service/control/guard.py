@@ -1,4 +1,4 @@
-"""Guard: checks whole chunks and limits every command, by the motion of the earlier commands.
+"""Action guard: checks whole chunks and limits every command, by the motion of the earlier commands.
 
 A chunk with another shape, or with values that are not finite or far outside the ranges, is refused in every mode. For
 other violations (position, step, velocity, acceleration, jerk, seam), the mode selects clamping or refusal.
@@ -199,8 +199,8 @@ class ChunkVerdict:
     clamped: tuple[str, ...] = ()
 
 
-class Guard:
-    """Guard of one robot: checks whole chunks and limits every command.
+class ActionGuard:
+    """Action guard of one robot: checks whole chunks and limits every command.
 
     Attributes:
         clamped: number of clamped chunks by reason; ``tick`` counts single commands.

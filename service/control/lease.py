@@ -1,4 +1,4 @@
-"""Leases of robots: one controlling session per robot."""
+"""Control leases of robots: one controlling session per robot."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,7 +43,7 @@ def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
 
 
 class Leases:
-    """Leases of all robots in one process."""
+    """Control leases of all robots in one process."""
 
     def __init__(self) -> None:
         self._holders: dict[RobotAddress, LeaseHolder] = {}

@@ -31,7 +31,7 @@ class RobotIO:
     Attributes:
         commands_sent, commands_refused: number of commands that the link took and refused.
         commands_withheld: number of commands of a dry run.
-        is_dry: whether commands are withheld.
+        is_dry_run: whether commands are withheld.
         broken: fails when the link raises, which ends the session.
         is_held: whether a hold reached the link since the robot was halted.
         robot_latch: reason of the emergency stop that the robot's own program has latched, or None.
@@ -44,7 +44,7 @@ class RobotIO:
         runner: PolicyRunner,
         *,
         observers: SessionObservers | None = None,
-        is_dry: bool = False,
+        is_dry_run: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
@@ -54,8 +54,8 @@ class RobotIO:
         self.runner = runner
         self.buffer = controller.buffer
         self.observers = SessionObservers() if observers is None else observers
-        self.is_dry = is_dry
-        if is_dry:
+        self.is_dry_run = is_dry_run
+        if is_dry_run:
             controller.watchdog.joints = None  # Commands do not move the robot.
         self.is_held = False
         self.robot_latch: str | None = None
@@ -175,7 +175,7 @@ class RobotIO:
         if result.command is not None:
             try:
                 joints = self.table.to_commands(result.command, self.buffer.pose)
-                if self.is_dry:
+                if self.is_dry_run:
                     self.commands_withheld += 1
                 elif self._link is None or is_overtaken or not self._link.send(joints):
                     self.commands_refused += 1
@@ -189,7 +189,7 @@ class RobotIO:
                 if not self.broken.done():
                     self.broken.set_exception(error)
             is_news = not is_sent or self.controller.refused_since is not None
-            if is_news and not (self.is_dry or self.controller.lost_rooms or self._link is None):
+            if is_news and not (self.is_dry_run or self.controller.lost_rooms or self._link is None):
                 self.controller.confirm(is_sent, self._clock())
         if self.observers.attached and (is_tick or result.command is not None):
             hold = self.controller.hold

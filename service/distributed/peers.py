@@ -18,7 +18,7 @@ from yarl import URL
 from service.auth.caller import Caller
 from service.distributed import session_table
 from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres, Sql
-from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer
+from service.distributed.session_table import HEARTBEAT_TIMEOUT, BeatAnswer, Entry, Peer
 from service.errors import (
     MoveRefused,
     NoDatabase,
@@ -217,7 +217,7 @@ class PeerSessions:
         self._task = asyncio.create_task(self._run(), name="peers")
 
     async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Call `ask` until it succeeds: the database may be away, or the lease of a killed server may hold the name."""
+        """Call `ask` until it succeeds: the database may be away, or a killed server may still hold the name."""
         time, reported = asyncio.get_running_loop().time, ""
         start = time()
         while True:
@@ -232,7 +232,7 @@ class PeerSessions:
                     logger.warning("waiting for the database, for %g s at most: %s", START_TIMEOUT, why)
                 reported = why
             except ServerNameTaken:
-                if time() > start + LEASE + 2 * BEAT_PERIOD:
+                if time() > start + HEARTBEAT_TIMEOUT + 2 * BEAT_PERIOD:
                     raise
             await asyncio.sleep(BEAT_PERIOD)
 

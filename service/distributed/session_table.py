@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds, on the database's clock, without a heartbeat until a server's sessions are interrupted; until a claimed but
 # unpublished id is free again; until a server without sessions is forgotten.
-LEASE = 3.0
+HEARTBEAT_TIMEOUT = 3.0
 CLAIM_TIMEOUT = 10.0
 FORGET_AFTER = 3600.0
 
@@ -115,7 +115,8 @@ class BeatAnswer:
     silent: Sequence[Peer] = ()
 
 
-_ALIVE = f"(NOT robojax_fronts.has_ended AND robojax_fronts.heartbeat > clock_timestamp() - interval '{LEASE} seconds')"
+_BEATS = f"robojax_fronts.heartbeat > clock_timestamp() - interval '{HEARTBEAT_TIMEOUT} seconds'"
+_ALIVE = f"(NOT robojax_fronts.has_ended AND {_BEATS})"
 _SELECT_SERVERS = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_alive FROM robojax_fronts"
 _SELECT_SESSIONS = """SELECT s.id, s.front, s.owner, s.record, s.status, l.latch
 FROM robojax_sessions s LEFT JOIN robojax_latches l ON l.id = s.id"""

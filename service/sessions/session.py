@@ -345,7 +345,7 @@ class Session(BaseSession):
                     Controller(buffer, config, limits),
                     runner,
                     observers=self._observers,
-                    is_dry=new.dry_run,
+                    is_dry_run=new.dry_run,
                 )
                 self._event_source = robot_io
                 del loaded  # frees the weights when another policy takes over

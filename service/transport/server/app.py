@@ -60,7 +60,7 @@ class RoomsSettings:
 def add_transport(app: Sanic, table: RoomTable, settings: RoomsSettings) -> None:
     """Mount ``/robotics`` and ``/video`` at the root and under ``/api``, and set the app's WebSocket limits.
 
-    The app must have a ``service.auth.guard.Guard``. The clean-up of idle rooms starts and ends with the app.
+    The app must have a ``service.auth.guard.AccessGuard``. The clean-up of idle rooms starts and ends with the app.
     """
     app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
     app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval

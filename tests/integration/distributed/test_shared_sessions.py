@@ -391,7 +391,7 @@ async def test_unreadable_record_does_not_prevent_a_start(servers: Servers) -> N
 
 async def test_second_server_of_one_name_does_not_start(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     await servers.a.create("arm")
-    monkeypatch.setattr(peers, "LEASE", 0.0)
+    monkeypatch.setattr(peers, "HEARTBEAT_TIMEOUT", 0.0)
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
     # Another address: it asks server a. The same address: it reads the heartbeat.
     for url in (servers.b.url, servers.a.peer_sessions.url):
@@ -410,7 +410,7 @@ async def test_second_server_of_one_name_does_not_start(servers: Servers, monkey
 
 async def test_restarted_server_waits_for_its_name(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
-    monkeypatch.setattr(peers, "LEASE", 60.0)  # It waits for this long.
+    monkeypatch.setattr(peers, "HEARTBEAT_TIMEOUT", 60.0)  # It waits for this long.
     again = servers.another("a", servers.a.peer_sessions.url, servers.b)  # As after a kill without a goodbye.
     await servers.a.peer_sessions._beat()
     starting = asyncio.create_task(again.open())

@@ -1,4 +1,4 @@
-"""Guard without a controller: results are inside the limits, valid input is unchanged, and errors name the fault."""
+"""Action guard without a controller: results are inside the limits, valid input is unchanged, errors name the fault."""
 
 import time
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.control.config import Mode, SafetySettings
-from service.control.guard import ChunkClamp, Guard, Motion
+from service.control.guard import ActionGuard, ChunkClamp, Motion
 from service.control.joints import SO100, Joint, JointTable
 from service.control.limits import FileLimits, MotionLimits, create_motion_limits
 
@@ -27,8 +27,8 @@ def limits(mode: Mode = "clamp", **values: float) -> MotionLimits:
     return create_motion_limits(TABLE, SafetySettings(safety=mode), file=joints)
 
 
-def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> Guard:
-    return Guard(found or limits(), rate=rate, action_rate=action_rate, chunk=STEPS)
+def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> ActionGuard:
+    return ActionGuard(found or limits(), rate=rate, action_rate=action_rate, chunk=STEPS)
 
 
 def line(step: float, joint: int = 0, chunk: int = STEPS) -> np.ndarray:
@@ -252,7 +252,7 @@ def test_motion_inside_the_limits_is_unchanged() -> None:
 def test_judging_a_chunk_takes_little_time() -> None:
     """Bound the CPU time of this process, with a margin for a loaded machine. docs/robots/safety.md has figures."""
     table = JointTable([replace(SO100[0], name=f"j{index}", alias=None) for index in range(14)])
-    judging = Guard(create_motion_limits(table), rate=50, action_rate=50, chunk=100)
+    judging = ActionGuard(create_motion_limits(table), rate=50, action_rate=50, chunk=100)
     rest = Motion(np.zeros(14), np.zeros(14), np.zeros(14))
     random = np.random.default_rng(9)
     calm = np.cumsum(random.normal(0, 0.5, (100, 14)), axis=0).astype(np.float32)
@@ -283,7 +283,7 @@ def test_only_a_known_range_of_joints_or_data_makes_values_wild() -> None:
         (of_data, 1e9, True),
         (of_data, 2.5, False),
     ):
-        judging = Guard(found, rate=20, action_rate=20, chunk=1)
+        judging = ActionGuard(found, rate=20, action_rate=20, chunk=1)
         assert (judging.check_shape(np.full((1, 1, 2), value, np.float32)) is not None) is is_wild
 
 
