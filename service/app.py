@@ -237,7 +237,7 @@ def create_app(
     install_middleware(app)
     context.guard.install(app)
     install_path_check(app)
-    # After the guard and before the routes: requests about sessions of other servers are redirected.
+    # After the access guard and before the routes: requests about sessions of other servers are redirected.
     shared = SharedDatabase(app)
     source = create_engine_source(app, load, launched)
     install_errors(app)

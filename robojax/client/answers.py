@@ -65,7 +65,7 @@ class Chunk:
         actions: float32 (t, a), in the order of ``joint_names``; action i belongs ``i / action_rate`` seconds
             after the observation.
         action_steps: number of actions that the policy's authors execute before the next request.
-        clamped: reasons why the safety guard changed the actions; empty when it changed nothing.
+        clamped: reasons why the action guard changed the actions; empty when it changed nothing.
         number: number of the observation.
         timings_ms: milliseconds that each stage took on the server.
         warnings: unusual input that the server found, e.g. a joint far outside its range; empty when it found none.

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class Redirects:
-    """Redirects requests after the guard has let them in; the target server checks their key again.
+    """Redirects requests after the access guard has admitted them; the target server checks their key again.
 
     Emergency stops are passed on with the caller's key instead, because a caller may not follow redirects.
 

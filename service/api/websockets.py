@@ -23,7 +23,7 @@ from service.streaming.websocket import SocketClosed, StreamSocket
 
 
 def build_streams_blueprint(origins: Origins) -> Blueprint:
-    """Build the routes ``/sessions/{id}/stream`` and ``/sessions/{id}/openpi``, which the guard protects."""
+    """Build the routes ``/sessions/{id}/stream`` and ``/sessions/{id}/openpi``, which the access guard protects."""
     blueprint = Blueprint("streams")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:

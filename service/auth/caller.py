@@ -71,5 +71,5 @@ STRANGER = Caller("stranger", Role.VIEWER, "")
 
 
 def caller_of(request: "Request[Any, Any]") -> Caller:
-    """Return who sent this request. The guard sets it before any handler runs; without a guard this is an error."""
+    """Return who sent this request. The access guard sets it before any handler runs; without it, this is an error."""
     return request.ctx.caller

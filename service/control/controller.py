@@ -152,7 +152,7 @@ class Controller:
     Attributes:
         period: seconds from tick to tick.
         clock: grid of the ticks, from ``begin`` on.
-        queue: planned actions (2 a,): allowed by the guard, then as the policy returned them.
+        queue: planned actions (2 a,): allowed by the action guard, then as the policy returned them.
         is_running: whether the robot was started and not halted.
         refused_since: when the link refused the first of the newest commands; None if it took the newest command.
         command: newest command (a,), or None.
@@ -161,8 +161,8 @@ class Controller:
         starvations: number of times that the queue was empty during a motion.
         missed_ticks: number of skipped ticks.
         rejected: number of refused chunks.
-        largest_step: largest change (a,) of each joint from tick to tick that the policy returned, before the guard.
-            After a pause, the change from the nearer of the command and the pose counts.
+        largest_step: largest change (a,) of each joint from tick to tick that the policy returned, without the action
+            guard. After a pause, the change from the nearer of the command and the pose counts.
         lateness: seconds from a tick's deadline to its run.
         late_by_chunk: number of actions of each of the newest chunks whose time was over on arrival.
     """
@@ -376,7 +376,7 @@ class Controller:
     ) -> np.ndarray | tuple[str, str]:
         """Return the plan (t, 2 a) for a policy's chunk (1, t, a), or code and text of why it is refused.
 
-        Each row has the action that the guard allows, then the action that the policy returned.
+        Each row has the action that the action guard allows, then the action that the policy returned.
 
         Args:
             executed: result of ``_count_executed``.

@@ -546,7 +546,7 @@ def _is_target(request: Request[Any, Any], host: str) -> bool:
     if target.startswith("/") or (target == "*" and request.method == "OPTIONS"):
         return True
     scheme, _, rest = target.partition("://")
-    # RFC 9112, 3.2.2: the host of a whole URL counts, so it must equal the Host header, which the guard checks.
+    # RFC 9112, 3.2.2: the host of a whole URL counts, so it must equal the Host header, which the access guard checks.
     return scheme.lower() in ("http", "https", "ws", "wss") and re.split(r"[/?]", rest)[0].lower() == host.lower()
 
 

@@ -1,7 +1,7 @@
 """Authority over the robots of this server's rooms: who may command one, checked before a command leaves.
 
-The guard has already limited every command of a policy. A command that is outside of the limits here is the result of
-another failure, so that it is refused, counted and logged.
+The action guard has already limited every command of a policy. A command outside of the limits is therefore the result
+of another failure: it is refused, counted and logged.
 """
 
 import logging

@@ -248,7 +248,7 @@ def publish_joints(
 
     Raises:
         WireError: the room would hold too many joint names.
-        CommandRefused: another session owns the room, or its guard refuses the command.
+        CommandRefused: another session owns the room, or the room's session refuses the command.
     """
     commander = table.commander(room)
     if commander is not None:
