@@ -210,7 +210,7 @@ async def measure(kinds: list[str], seconds: float, url: str, pid: int) -> dict[
             )
 
         rooms = await create("robot", url)
-        for name in ("door", "other"):
+        for name in ("direct", "other"):
             await create(name, "direct")
         watched = [await create(f"watched{number}", url) for number in range(CAMERAS)] if "cameras" in kinds else []
         for number in range(SOCKETS):

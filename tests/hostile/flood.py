@@ -36,13 +36,13 @@ FRAMES = {
     "heartbeats": frame(TEXT, b'{"type":"heartbeat"}'),
     "joints": frame(TEXT, JOINTS),
     "fragments": frame(TEXT, b"", False) + frame(0, b" ", False) * 500 + frame(0, b"", True),
-    "door pings": frame(TEXT, b'{"kind":"ping","number":1}'),
+    "stream pings": frame(TEXT, b'{"kind":"ping","number":1}'),
 }
 # Kinds of requests: the bytes, the number of concurrent requests, and whether the next one waits for a response.
 REQUESTS = {
     "health": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "recordings": b"GET /recordings HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-    "stops": b"POST /sessions/door/emergency_stop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
+    "stops": b"POST /sessions/direct/emergency_stop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 }
 CHUNKED = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
 HEALTH = REQUESTS["health"]
@@ -54,8 +54,8 @@ FLOODS = {
     "heartbeats": ("heartbeats", ROOM),
     "parts of a message": ("fragments", ROOM),
     "joints to sixty who listen": ("joints", "/robotics/workspaces/w/rooms/r0/ws"),
-    "pings to a door": ("pings", "/sessions/door/stream"),
-    "messages to a door": ("door pings", "/sessions/door/stream"),
+    "pings to a stream": ("pings", "/sessions/direct/stream"),
+    "messages to a stream": ("stream pings", "/sessions/direct/stream"),
     "requests": ("health", "/"),
     "stops": ("stops", "/"),
     "requests at once": ("pipelined", "/"),

@@ -96,7 +96,7 @@ class Turns:
 async def server_with_a_session():
     parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
     async with started(parts=parts, max_sessions=4) as made:
-        expect_ok(await made.create("door", transport_server_url="direct"))
+        expect_ok(await made.create("direct", transport_server_url="direct"))
         for number in range(SOCKETS):
             await made.call("POST", "/robotics/workspaces/w/rooms", json={"room_id": f"r{number}"})
         gc.collect()
@@ -119,7 +119,7 @@ async def measure(app: Any, url: str, what: str, path: str) -> dict[str, Any]:
         for _ in range(5):
             async with aiohttp.ClientSession(url) as other:
                 began = time.thread_time()
-                async with other.post("/sessions/door/emergency_stop") as answer:
+                async with other.post("/sessions/direct/emergency_stop") as answer:
                     assert answer.status == 200, await answer.text()
                 stops.append(time.thread_time() - began)
             await asyncio.sleep(0.05)
@@ -157,7 +157,7 @@ def test_floods_of_sixty_sockets_delay_neither_ticks_nor_stops():
 
 async def test_stop_over_a_new_connection_passes_earlier_requests():
     """The test counts the requests that are answered before the stop; it does not measure time."""
-    stop, answered = "POST /sessions/door/emergency_stop", list[str]()
+    stop, answered = "POST /sessions/direct/emergency_stop", list[str]()
 
     async def call(line: str, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -178,11 +178,12 @@ async def test_clients_that_leave_during_a_flood_log_no_error(tmp_path: Path):
     with server(tmp_path) as running:
         async with aiohttp.ClientSession(running.url) as http:
             await http.post("/robotics/workspaces/w/rooms", json={"room_id": "r"})
-            body = {"session_id": "door", "policy_path": str(Script(tmp_path / "p").folder)}
+            body = {"session_id": "direct", "policy_path": str(Script(tmp_path / "p").folder)}
             async with http.post("/sessions", json=body | {"transport_server_url": "direct"}) as answer:
                 assert answer.status == 200
-        room, door = ROOM.replace("r{n}", "r"), "/sessions/door/stream"
-        kinds = {"pings reset": room, "joints reset": room, "door pings reset": door, "handshakes": room, "chunks": "/"}
+        room = ROOM.replace("r{n}", "r")
+        kinds = {"pings reset": room, "joints reset": room, "handshakes": room, "chunks": "/"}
+        kinds["stream pings reset"] = "/sessions/direct/stream"
         async with AsyncExitStack() as floods:
             for kind, path in kinds.items():
                 await floods.enter_async_context(flood(kind, running.url, path, 20.0, SOCKETS // len(kinds)))
