@@ -94,7 +94,7 @@ class Redirects:
         if not caller_of(request).sees(entry.owner):
             raise UnknownSession(f"Session {session_id} not found")
         if owning is None or not is_alive:
-            return await self._answer_for_dead_server(request, peer_sessions, entry)
+            return await self._answer_for_dead(request, peer_sessions, entry)
         location = f"{owning.url}{request.path}{f'?{request.query_string}' if request.query_string else ''}"
         return json_response(
             {"detail": f"session {session_id!r} is on the server {owning.name}: ask {owning.url}", "code": CODE},
@@ -113,9 +113,7 @@ class Redirects:
             self._cache[session_id] = now, found
         return found
 
-    async def _answer_for_dead_server(
-        self, request: Request, peer_sessions: PeerSessions, entry: Entry
-    ) -> HTTPResponse:
+    async def _answer_for_dead(self, request: Request, peer_sessions: PeerSessions, entry: Entry) -> HTTPResponse:
         """Answer about a session whose server died."""
         last = _last_part(request)
         if not entry.status and request.method != "DELETE":

@@ -52,9 +52,7 @@ class CreateSessionResponse(BaseModel):
 class AdoptRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    force: bool = Field(
-        default=False, strict=True, description="A person has checked that the session's server is off."
-    )
+    force: bool = Field(default=False, strict=True, description="A person has checked that its server is off.")
 
 
 class ValidationError(BaseModel):
@@ -154,9 +152,7 @@ class Recording(BaseModel):
     name: str
     session_id: str | None = Field(description="null when the file cannot be read.")
     at: float | None = Field(description="Begin of the recording, in seconds since 1970.")
-    seconds: float | None = Field(
-        description="Duration from the first to the last tick; null when its server was killed."
-    )
+    seconds: float | None = Field(description="Time from its first tick to its last; null if its server was killed.")
     bytes: int
     episodes: int | None = Field(description="Number of starts of the robot.")
     state: str = Field(

@@ -90,12 +90,8 @@ def create_openpi_app(app: App) -> App:
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):
             clients = request.app.ctx.stream_clients
-            _prepare(
-                request,
-                get_visible_session(request, session_id)
-                if session_id
-                else clients.find_only_session(caller_of(request)),
-            )
+            session = get_visible_session(request, session_id) if session_id else None
+            _prepare(request, session or clients.find_only_session(caller_of(request)))
 
     return second
 

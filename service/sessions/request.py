@@ -195,9 +195,7 @@ class SessionRequest:
     ] = None
     temporal_ensemble_coeff: Annotated[
         Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] | None,
-        Field(
-            description="Coefficient of ensemble: above 0, older actions weigh more. Null: the checkpoint's, else 0.01."
-        ),
+        Field(description="For ensemble: above 0, older actions weigh more. Null: the checkpoint's, else 0.01."),
     ] = None
     ask_ahead: Annotated[
         Annotated[float, Field(ge=0, le=MAX_ASK_AHEAD)] | None,
