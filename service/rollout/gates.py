@@ -59,9 +59,7 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> GateVerd
     outside, joint = _find_worst([_outside(chunk, table) / widths for chunk in chunks], table)
     figures["outside_range"] = round(outside, 4)
     if outside > limits.margin:
-        text = (
-            f"joint {joint!r}: an action is outside its range by {outside:.0%} of it, allowed are {limits.margin:.0%}"
-        )
+        text = f"joint {joint!r}: an action is outside its range by {outside:.0%} of it; {limits.margin:.0%} is allowed"
         return GateVerdict("out_of_range", text, figures)
 
     median, slowest = float(np.median(trial.seconds)), float(np.percentile(trial.seconds, 90))
@@ -69,7 +67,7 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> GateVerd
     figures |= {"inference_ms": round(median * 1e3, 2), "inference_p90_ms": round(slowest * 1e3, 2)}
     figures["allowed_ms"] = round(allowed * 1e3, 2)
     if slowest > allowed:
-        text = f"an inference takes {slowest * 1e3:.0f} ms (p90), allowed are {allowed * 1e3:.0f} ms"
+        text = f"an inference takes {slowest * 1e3:.0f} ms (p90); {allowed * 1e3:.0f} ms are allowed"
         return GateVerdict("slow", text, figures)
 
     pairs = [(chunk, old) for chunk, old in zip(chunks, trial.references, strict=True) if old is not None]
@@ -80,7 +78,7 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> GateVerd
         if not difference <= limits.difference:  # NaN must not pass
             text = (
                 f"joint {joint!r}: differs from the running policy by {difference:.0%} of its range on what the robot "
-                f"saw lately, allowed are {limits.difference:.0%}"
+                f"saw lately; {limits.difference:.0%} is allowed"
             )
             return GateVerdict("differs", text, figures)
         return GateVerdict(None, f"differs by {difference:.1%} at most on {len(pairs)} recent observations", figures)
@@ -232,6 +230,6 @@ class Probation:
         step = robot_io.controller.largest_step
         if (step > self._allowed).any():
             joint = int(np.argmax(step / self._allowed))
-            text = f"was sent {float(step[joint]):.3g} further in one tick, allowed are {self._allowed[joint]:.3g}"
+            text = f"was sent {float(step[joint]):.3g} further in one tick; {self._allowed[joint]:.3g} is allowed"
             return "jump", f"joint {robot_io.table.names[joint]!r} {text}"
         return None

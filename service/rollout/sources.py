@@ -338,7 +338,7 @@ class FolderSource:
         copies = [path for path in newest.parent.iterdir() if SHA.fullmatch(path.name) and path != newest]
         for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.max_copies - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
-        for part in newest.parent.glob(".*"):  # of a process that was killed
+        for part in newest.parent.glob(".*"):  # Parts that a killed process left.
             if time.time() - part.stat().st_mtime > self._seconds:
                 shutil.rmtree(part, ignore_errors=True)
 
