@@ -6,6 +6,7 @@ The files are copies of those in ``template``, which are a working policy type w
 import argparse
 import keyword
 import re
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ def write_policy_type(name: str, root: Path = ROOT) -> list[Path]:
 
     Raises:
         ValueError: the name is not snake case, is too long, or is taken.
+        OSError: a file cannot be written; the files before it are removed.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name) or len(name) > MAX_LENGTH:
         raise ValueError(
@@ -45,10 +47,18 @@ def write_policy_type(name: str, root: Path = ROOT) -> list[Path]:
     if taken := [path for path in (*files, module) if path.exists()]:
         raise ValueError(f"the name {name!r} is taken: {taken[0].relative_to(root)} exists; wanted another name")
     class_name = "".join(part.capitalize() for part in name.split("_"))
-    for path, source in files.items():
-        text = (TEMPLATE / source).read_text().replace("example_policy", name).replace("ExamplePolicy", class_name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    try:
+        for path, source in files.items():
+            text = (TEMPLATE / source).read_text().replace("example_policy", name).replace("ExamplePolicy", class_name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    except BaseException:
+        for path in files:
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):
+            (root / POLICIES / name).rmdir()
+        raise
     return list(files)
 
 
@@ -60,6 +70,8 @@ def main() -> None:
         files = write_policy_type(name)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename or 'the files'} cannot be written ({error.strerror}); nothing was kept")
     *_, policy, test = (path.relative_to(ROOT) for path in files)
     print("\n".join(f"wrote {path.relative_to(ROOT)}" for path in files))
     print(NEXT_STEPS.format(policy=policy, test=test), end="")

@@ -67,3 +67,10 @@ def test_wrong_name_of_a_policy_type_is_refused(name: str, tmp_path: Path) -> No
 def test_taken_name_of_a_policy_type_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"the name '{name}' is taken: jaxmodels/policies/{name}.* exists"):
         write_policy_type(name)
+
+
+def test_nothing_is_kept_if_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "tests").write_text("a file instead of the folder of tests")
+    with pytest.raises(OSError, match="test"):
+        write_policy_type(NAME, tmp_path)
+    assert not list((tmp_path / "jaxmodels/policies").iterdir())
