@@ -5,7 +5,7 @@
 
 Clients create, start, stop, restart, delete, stop in an emergency and reset sessions over HTTP as fast as they can.
 At a random moment the server gets SIGKILL and is started again with the same state folder. Its list is compared with
-what it acknowledged:
+what it acknowledged without a warning:
 
 - ``lost``, ``ghosts``: a session that was created is missing; a session that was deleted is listed;
 - ``moved_by_themselves``: a session is not ``interrupted``, or a client is in its rooms;
@@ -26,7 +26,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -63,6 +63,10 @@ STAGES = {
 FAULTS = ("lost", "ghosts", "moved_by_themselves", "latches_wrong", "reasons_wrong", "orphan_rooms", "server_errors")
 
 
+class NotKeptYet(Exception):
+    """The answer has a warning: the change is in effect, and is lost if the server is killed now."""
+
+
 @dataclass
 class Known:
     """What one client knows about its session from the answers.
@@ -94,6 +98,11 @@ def serve(state: str, log: str, told: Connection, **settings: Any) -> None:
     os.dup2(output, 2)
     values = Settings.from_values(state=state, embedded_transport=False, port=0, **settings)
     run(create_app(values, load=ScriptedLoader()), listen("127.0.0.1", 0), told.send)
+
+
+def _raise_if_not_kept(answer: Mapping[str, Any]) -> None:
+    if "warning" in answer:
+        raise NotKeptYet
 
 
 @asynccontextmanager
@@ -164,6 +173,9 @@ class Campaign:
                 status, stage = await self.ask(http, name, move)
             except (aiohttp.ClientError, ConnectionError):
                 return
+            except NotKeptYet:
+                self.acknowledged["with_a_warning"] += 1
+                return
             if status == 200:
                 self.acknowledged[move] += 1
                 known.acknowledge(move, stage or known.stage)
@@ -183,11 +195,11 @@ class Campaign:
             return answer.status, "stopped" if self.known[name].is_latched else "ready"
         if move == "delete":
             async with http.delete(f"/sessions/{name}") as answer:
-                await answer.read()
+                _raise_if_not_kept(await answer.json())
             return answer.status, "absent"
         path = f"/debug/sessions/{name}/reset" if move == "reset" else f"/sessions/{name}/{move}"
         async with http.post(path) as answer:
-            told = await answer.json()
+            _raise_if_not_kept(told := await answer.json())
         if move == "emergency_stop":
             was = self.known[name].stage
             return answer.status, was if was == "interrupted" else "stopped"
