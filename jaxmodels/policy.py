@@ -27,11 +27,11 @@ from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
 from jaxmodels.normalization import Affine, get_outside_name
-from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies import CONSTANTS, get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
-from jaxmodels.program import Inputs, Programs, build_scales
+from jaxmodels.program import Inputs, Program, Programs, Scales, build_scales
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -357,18 +357,9 @@ class Policy:
         scales = build_scales(checkpoint.config, checkpoint.normalization)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
         if _programs is None:
-            shapes = {
-                name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
-            }
-            plan, read = config.architecture(), self._kind.read
-            act, read = partial(self._kind.act, plan), read and partial(read, plan)
-            sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
-            relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
-            _programs = Programs(
-                act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative, config.joint_map
-            )
+            _programs = self._plan_programs(serving, scales)
         self._programs = _programs
-        self._weights = _programs.flatten(serving, scales)
+        self._weights = _programs.put(serving, scales)
         self._instructions: Instructions | None = None
         self._prompts: Prompts | None = None
         if config.prompt_length is not None:
@@ -390,6 +381,26 @@ class Policy:
         )
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
+
+    def _plan_programs(self, serving: Mapping[str, Any], scales: Scales) -> Programs:
+        config, kind = self.checkpoint.config, self._kind
+        plan = config.architecture()
+
+        def dtype(name: str) -> Any:
+            return np.float32 if name.startswith(CONSTANTS) else self._dtype
+
+        return Programs(
+            stages={stage.name: partial(stage.run, plan) for stage in kind.stages},
+            weights={name: jax.ShapeDtypeStruct(np.shape(serving[name]), dtype(name)) for name in sorted(serving)},
+            scales=scales,
+            sizes=(None,) * len(config.frames) if config.resizes_frames else config.frames,
+            dtype=self._dtype,
+            placement=self._placement,
+            fit=kind.fit and partial(kind.fit, plan),
+            read=kind.read and partial(kind.read, plan),
+            relative=get_relative_actions(self.checkpoint.normalization, config.action.shape[0]),
+            joint_map=config.joint_map,
+        )
 
     @property
     def device(self) -> str:
@@ -482,9 +493,9 @@ class Policy:
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
-        return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
+        return program(self._weights.arrays, *jax.device_put((ids, mask), self._placement.replicated))
 
-    def _program(self, inputs: Inputs) -> Any:
+    def _program(self, inputs: Inputs) -> Program:
         """Return the executable for these shapes; raises ObservationError if there is too little memory for it."""
 
         def check(demand: Demand) -> None:
@@ -493,7 +504,7 @@ class Policy:
 
         return self._programs.get_program(inputs, check)
 
-    def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
+    def _run(self, program: Program, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
         # The program takes host arrays itself, because a device_put costs 0.2 ms more.
         is_single = len(self._placement.devices) == 1
@@ -540,23 +551,27 @@ class Policy:
         return time.perf_counter() - start
 
     def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
-        """Measure each part of `act` as a separate program on a batch of zeros; median of `runs`."""
+        """Measure each part of `act` on a batch of zeros; median of `runs`."""
         inputs = self._reader.inputs(1, None)
-        zeros = self._make_zeros(inputs)
-        config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
-        if not self._kind.stages:
-            return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
-        programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
-        times, given = [], None
-        for stage, program in zip(self._kind.stages, programs, strict=True):
-            result = jax.block_until_ready(program(self._weights, zeros, given))
-            seconds = []
+        program, zeros, weights = self._program(inputs), self._make_zeros(inputs), self._weights
+
+        def measure(run: Callable[[], Any]) -> tuple[Any, float]:
+            result, seconds = jax.block_until_ready(run()), []
             for _ in range(runs):
                 start = time.perf_counter()
-                jax.block_until_ready(program(self._weights, zeros, given))
+                jax.block_until_ready(run())
                 seconds.append(time.perf_counter() - start)
-            times.append(StageTime(stage.name, float(np.median(seconds)), stage.count(config)))
-            given = result
+            return result, float(np.median(seconds))
+
+        prepared, times, given = zeros, [], None
+        if program.prepare is not None:
+            prepared, seconds = measure(partial(program.prepare, weights.scales, zeros))
+            times = [StageTime("frames", seconds, 1)]
+        for stage in self._kind.stages:
+            run = partial(program.stages[stage.name], weights.arrays, weights.scales, prepared, given)
+            given, seconds = measure(run)
+            count = stage.count(self.checkpoint.config)
+            times.append(StageTime(stage.name, seconds / count, count))
         return tuple(times)
 
     def count_parameters(self) -> dict[str, int]:
