@@ -21,8 +21,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels import observations
+from jaxmodels.cache_dirs import use_compile_cache
+from jaxmodels.checkpoints.bundle import Manifest, install_executables
 from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
-from jaxmodels.devices import Placement, find_dtype, find_placement
+from jaxmodels.devices import PLATFORMS, Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
@@ -50,6 +52,7 @@ from jaxmodels.types import (
     is_empty_camera,
     rename_cameras,
 )
+from jaxmodels.weights import check_fit
 
 logger = logging.getLogger(__name__)
 
@@ -344,6 +347,7 @@ class Policy:
         dtype: str | None = None,
         device: str | None = None,
         prompt_cut: str = CUT_TASK,
+        platform: str | None = None,
         _programs: Programs | None = None,
     ):
         _check_prompt_cut(prompt_cut)
@@ -353,9 +357,24 @@ class Policy:
         self.checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
-        self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
+        self._platform = platform or self._placement.platform
+        bundle = checkpoint.bundle
+        if bundle is not None:
+            _check_bundle(bundle, dtype, self._placement)
+            dtype = bundle.dtype
+        self._dtype = find_dtype(dtype, self._platform, self._kind.accelerator_dtype)
         scales = build_scales(checkpoint.config, checkpoint.normalization)
-        serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
+        prepare = partial(self._kind.prepare, config, platform=self._platform)
+        if bundle is None:
+            serving = prepare(checkpoint.weights)
+        else:
+            serving = dict(checkpoint.weights)
+            expected = jax.eval_shape(prepare, lerobot_folder.model_blueprint(config).shapes)
+            check_fit(
+                {name: array.shape for name, array in serving.items()},
+                {name: shape.shape for name, shape in expected.items()},
+                where="weights of the bundle",
+            )
         if _programs is None:
             _programs = self._plan_programs(serving, scales)
         self._programs = _programs
@@ -410,6 +429,11 @@ class Policy:
     @property
     def dtype(self) -> str:
         return self._dtype.name
+
+    @property
+    def platform(self) -> str:
+        """Platform of JAX for which its weights were prepared, e.g. ``gpu``."""
+        return self._platform
 
     @property
     def prefix_tokens(self) -> int:
@@ -490,6 +514,17 @@ class Policy:
         if self._instructions is not None:
             self._instructions(texts)
         return 0 if self._prompts is None else self._prompts.count_cut(text, self.requirements.state, prompt_cut)
+
+    def get_serving_weights(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the serving program by name, on the host."""
+        return dict(zip(self._programs.weights, map(np.asarray, self._weights.arrays), strict=True))
+
+    def lower(self, batch: int, platform: str) -> bytes:
+        """Return the computation of a chunk for ``cpu``, ``cuda`` or ``tpu`` as a portable artifact of StableHLO.
+
+        Its arguments are the serving weights in the order of their names, the scales, and an `Observation`.
+        """
+        return self._programs.export(self._reader.inputs(batch, None), platform).mlir_module_serialized
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
@@ -578,6 +613,8 @@ class Policy:
         """Count the numbers in the weights by part of the network, such as ``vision``."""
         counts: dict[str, int] = {}
         for name, array in self.checkpoint.weights.items():
+            if name.startswith(CONSTANTS):
+                continue  # A bundle has them; they are computed from parameters.
             part = next(part for start, part in self._kind.parts.items() if name.startswith(start))
             counts[part] = counts.get(part, 0) + int(np.size(array))
         return counts
@@ -604,7 +641,8 @@ class Policy:
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a separate policy")
         cut = prompt_cut or self._prompt_cut
-        return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=cut, _programs=self._programs)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "platform": self._platform}
+        return Policy(checkpoint, prompt_cut=cut, _programs=self._programs, **options)
 
     def on(self, device: str | None) -> "Policy":
         """Return this policy on another device; on the same device it shares weights and programs.
@@ -616,7 +654,8 @@ class Policy:
             other = copy(self)
             other._timings = {}
             return other
-        other = Policy(self.checkpoint, dtype=self.dtype, device=device, prompt_cut=self._prompt_cut)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": device, "platform": self._platform}
+        other = Policy(self.checkpoint, prompt_cut=self._prompt_cut, **options)
         other.commit = self.commit
         return other
 
@@ -626,6 +665,17 @@ class Policy:
         Tensors that acting does not need (the language heads of SmolVLA and pi0) are written as zeros.
         """
         lerobot_folder.write_checkpoint(Path(path), self.checkpoint)
+
+
+def _check_bundle(bundle: Manifest, dtype: str | None, placement: Placement) -> None:
+    """Raise ConfigError if a bundle was exported for another platform or dtype than it is loaded for."""
+    if PLATFORMS.get(bundle.platform, bundle.platform) != placement.platform:
+        raise ConfigError(
+            f"the bundle is for {bundle.platform}, and the device is {placement.name}; export the policy again, "
+            f"--for {placement.platform}, or choose another device"
+        )
+    if dtype not in (None, bundle.dtype):
+        raise ConfigError(f"the bundle has dtype {bundle.dtype}; {dtype} is asked for: export the policy again")
 
 
 def _check_prompt_cut(prompt_cut: str) -> None:
@@ -647,6 +697,7 @@ def load_policy(
     rename: Mapping[str, str] | None = None,
     lerobot: str | None = None,
     prompt_cut: str = CUT_TASK,
+    platform: str | None = None,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -666,6 +717,7 @@ def load_policy(
         lerobot: version of LeRobot, 0.4 or 0.6, that the files are read as; None for ``robojax.json``'s, else 0.6.
         prompt_cut: what is cut from a prompt that is too long when the state follows the instruction (pi0.5): the end
             of the instruction (``task``), or the end of the prompt and with it joints (``lerobot``).
+        platform: platform of JAX (``cpu``, ``gpu``, ``tpu``) for which weights are prepared; the device's when None.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger than `largest`.
@@ -682,10 +734,13 @@ def load_policy(
     find_dtype(dtype)  # A wrong name is refused before anything is fetched.
     _check_prompt_cut(prompt_cut)
 
-    def admit(config: Any, parameters: int) -> None:
+    def admit(config: Any, size: int | Needs) -> None:
         kind = get_policy_type(config.type)
+        if isinstance(size, Needs):
+            check_loading(size, where, shares_memory=True)
+            return
         item = find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize
-        needs = estimate_needs(parameters, parameters + config.table_numbers, item, kind.runs_as_read)
+        needs = estimate_needs(size, size + config.table_numbers, item, kind.runs_as_read)
         check_loading(needs, where, shares_memory=kind.runs_as_read and item == FLOAT)
 
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
@@ -695,14 +750,17 @@ def load_policy(
         if inspect is not None:
             inspect(opened)
         checkpoint = lerobot_folder.read_checkpoint(opened, admit=admit, lerobot=lerobot)
+        if checkpoint.bundle is not None:
+            install_executables(opened, checkpoint.bundle, where.kind, use_compile_cache())
+            dtype = dtype or checkpoint.bundle.dtype
     checkpoint = _rename_checkpoint(checkpoint, rename or {})
     config: Any = checkpoint.config
-    compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
+    compute = find_dtype(dtype, platform or where.platform, get_policy_type(config.type).accelerator_dtype)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint, prompt_cut)
     else:
-        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
+        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut, platform=platform)
     policy.commit = commit
     report("ready")
     return policy

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -297,6 +298,20 @@ class Programs:
     def _prepares_in_stage(self) -> bool:
         # On a CPU, another executable takes 0.15 ms, a fifth of the time of the shipped ACT policy.
         return self.placement.is_host and len(self.stages) == 1
+
+    def export(self, inputs: Inputs, platform: str) -> jax.export.Exported:
+        """Lower the whole computation of a chunk to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent."""
+
+        def run(arrays: tuple[Array, ...], scales: Scales, observation: Observation) -> Array:
+            prepared = self._prepare(scales, observation)
+            given: Any = None
+            for stage in self.stages.values():
+                given = stage(self._name(arrays), prepared.observation, given)
+            return self._finish(scales, prepared, given)
+
+        shapes = self._weight_shapes(), self._shapes(self.scales), inputs.shapes(self.placement.replicated)
+        with use_exact_products(self.dtype):
+            return jax.export.export(jax.jit(run), platforms=[platform])(*shapes)
 
     def get_reader(self, length: int) -> jax.stages.Compiled:
         """Return the executable for a text length: ``(arrays, tokens (1, n), mask (1, n)) -> Language``."""

@@ -75,7 +75,7 @@ def prepare(network: type[VlaModel], config: VlaConfig, weights: Mapping[str, An
     needed = {
         name: array for name, array in weights.items() if not any(part in name for part in network.only_for_times)
     }
-    return needed | {f"{CONSTANTS}{name}": np.asarray(term, np.float32) for name, term in terms.items()}
+    return needed | {f"{CONSTANTS}{name}": term.astype(np.float32) for name, term in terms.items()}
 
 
 def _list_times(config: VlaConfig) -> Float[np.ndarray, " s"]:
