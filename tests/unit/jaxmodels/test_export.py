@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 from safetensors.numpy import load_file
 
