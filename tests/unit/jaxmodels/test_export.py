@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src.interpreters.mlir import make_ir_context
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxlib.mlir.dialects import stablehlo
 from safetensors.numpy import load_file
@@ -90,8 +91,7 @@ def test_stablehlo_of_an_absent_platform_is_written_without_executables(source: 
     dtypes = {stored.dtype.name for stored in find_policy_weights(tmp_path / "bundle").values()}
     assert dtypes == {"bfloat16"}
     content = (tmp_path / "bundle" / "stablehlo" / "batch_3.mlirbc").read_bytes()
-    with ir.Context() as context:
-        stablehlo.register_dialect(context)
+    with make_ir_context() as context:  # JAX registers its dialects there.
         module = str(stablehlo.deserialize_portable_artifact(context, content))
     assert "tensor<3x6x5xf32>" in module
     with pytest.raises(ConfigError, match="the bundle is for cuda, and the device is cpu:0"):
