@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from jaxmodels import observations
+from jaxmodels import gates, observations
 from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
-from jaxmodels.devices import Placement, find_dtype, find_placement
+from jaxmodels.devices import DTYPES, Placement, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
@@ -32,6 +32,7 @@ from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, build_scales
+from jaxmodels.quantization import AUTO, AUTO_DTYPES, find_policy_dtypes, quantize_weights
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -328,6 +329,7 @@ class Policy:
     Attributes:
         checkpoint: content of the policy's folder.
         commit: commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
+        dtype: ``float32`` or ``bfloat16``; ``int8`` or ``fp8`` for quantized matrices, which `load_policy` tests.
         requirements: what the policy needs from a robot.
 
     Example:
@@ -353,12 +355,16 @@ class Policy:
         self.checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
-        self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
+        self._dtype, weight_dtype = find_policy_dtypes(dtype, self._placement.platform, self._kind.accelerator_dtype)
+        self.dtype = self._dtype.name if weight_dtype is None or dtype is None else dtype
         scales = build_scales(checkpoint.config, checkpoint.normalization)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
+        quantized = {} if weight_dtype is None else quantize_weights(serving, weight_dtype)
+        serving |= quantized
         if _programs is None:
             shapes = {
-                name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
+                name: jax.ShapeDtypeStruct(np.shape(array), quantized[name].dtype if name in quantized else self._dtype)
+                for name, array in sorted(serving.items())
             }
             plan, read = config.architecture(), self._kind.read
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
@@ -397,10 +403,6 @@ class Policy:
         return self._placement.name
 
     @property
-    def dtype(self) -> str:
-        return self._dtype.name
-
-    @property
     def prefix_tokens(self) -> int:
         """Tokens of images and words that are computed once per chunk; 0 for a policy without them."""
         return self.checkpoint.config.prefix_tokens
@@ -415,7 +417,7 @@ class Policy:
         """Estimated bytes of memory that it takes for a batch of one with frames of its own sizes."""
         read, served = self.count_parameters(), self._programs.count_weights()
         needs = estimate_needs(sum(read.values()), served, self._dtype.itemsize, self._kind.runs_as_read)
-        return replace(needs, activations=self.demand.activations)
+        return replace(needs, weights=self._programs.count_bytes(), activations=self.demand.activations)
 
     @property
     def timings(self) -> Mapping[str, float]:
@@ -639,7 +641,9 @@ def load_policy(
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
         dtype: ``float32`` or ``bfloat16``, which is slow on a CPU. None: bfloat16 on an accelerator for policies that
-            are built on a language model, else float32.
+            are built on a language model, else float32. ``int8`` and ``fp8`` quantize the large matrices, if the policy
+            passes the gate of actions (jaxmodels/gates.py); ``auto`` takes one that passes on an accelerator, else the
+            default.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, or ``cuda:0+cuda:1`` for a policy that is too large for one
             device; JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
@@ -654,7 +658,7 @@ def load_policy(
 
     Raises:
         HubError: the repo cannot be fetched, or is larger than `largest`.
-        ConfigError: the config, dtype, device or names of cameras make no sense.
+        ConfigError: the config, dtype, device or names of cameras make no sense, or a quantized policy fails its gate.
         CheckpointError: files are missing, malformed, or do not fit the config.
 
     Example:
@@ -664,12 +668,12 @@ def load_policy(
     """
     report = on_progress or (lambda stage: None)
     where = find_placement(device)
-    find_dtype(dtype)  # A wrong name is refused before anything is fetched.
+    find_policy_dtypes(dtype, where.platform, "float32")  # A wrong name is refused before anything is fetched.
     _check_prompt_cut(prompt_cut)
 
     def admit(config: Any, parameters: int) -> None:
         kind = get_policy_type(config.type)
-        item = find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize
+        item = find_policy_dtypes(dtype, where.platform, kind.accelerator_dtype)[0].itemsize
         needs = estimate_needs(parameters, parameters + config.table_numbers, item, kind.runs_as_read)
         check_loading(needs, where, shares_memory=kind.runs_as_read and item == FLOAT)
 
@@ -682,15 +686,64 @@ def load_policy(
         checkpoint = lerobot_folder.read_checkpoint(opened, admit=admit, lerobot=lerobot)
     checkpoint = _rename_checkpoint(checkpoint, rename or {})
     config: Any = checkpoint.config
-    compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
-    same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
-    if like is not None and same_place and like.fits(checkpoint):
-        policy = like.with_weights(checkpoint, prompt_cut)
-    else:
-        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
+    usual = find_policy_dtypes(None, where.platform, get_policy_type(config.type).accelerator_dtype)[0].name
+
+    def build(dtype: str) -> Policy:
+        if like is not None and (like.dtype, like.device) == (dtype, where.name) and like.fits(checkpoint):
+            return like.with_weights(checkpoint, prompt_cut)
+        return Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
+
+    policy = build(dtype or usual) if dtype in (None, *DTYPES) else _build_gated(build, checkpoint, dtype, usual, where)
     policy.commit = commit
     report("ready")
     return policy
+
+
+def _build_gated(
+    build: Callable[[str], Policy], checkpoint: Checkpoint, dtype: str, usual: str, placement: Placement
+) -> Policy:
+    """Build a policy with quantized matrices that passes the gate of actions; ``auto`` falls back to the usual dtype.
+
+    The reference is built first and released, so that both sets of weights are never in memory together.
+
+    Raises:
+        ConfigError: the policy has no such matrices, or fails the gate.
+    """
+    candidates = AUTO_DTYPES.get(placement.platform, ()) if dtype == AUTO else (dtype,)
+    observations: list[dict[str, Any]] = []
+    expected: list[np.ndarray] = []
+    for name in candidates:
+        file = gates.find_gate_file(checkpoint, name, placement.name)
+        gate = gates.read_gate(file)
+        if gate is None and not expected:
+            reference = build(usual)
+            observations = gates.make_observations(checkpoint, reference.requirements)
+            expected = [reference.act(observation) for observation in observations]
+            del reference
+        if gate is None or gate.passed:
+            try:
+                policy = build(name)
+            except ConfigError as error:
+                if dtype != AUTO:
+                    raise
+                logger.info("dtype auto: %s", error)
+                continue
+            if gate is None:
+                dtypes = (name, usual)
+                gate = gates.compare_actions(expected, policy.act, observations, policy.requirements, dtypes=dtypes)
+                gates.keep_gate(file, gate)
+            if gate.passed:
+                logger.info("dtype %s: %s", dtype, gate.describe())
+                return policy
+            del policy
+        if dtype != AUTO:
+            raise ConfigError(
+                f"{gate.describe()}; use dtype {usual}, or see robojax check POLICY --dtype {name} --observations "
+                "RECORDING for the errors over recorded observations"
+            )
+        logger.info("dtype auto: %s", gate.describe())
+    logger.info("dtype auto: %s on %s", usual, placement.platform if candidates else "a CPU, where 8 bits are not faster")
+    return build(usual)
 
 
 def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Checkpoint:

@@ -20,6 +20,7 @@ from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import Placement, use_exact_products
 from jaxmodels.memory import Demand, measure_program
 from jaxmodels.normalization import Affine, Normalization
+from jaxmodels.quantization import join_scales
 from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
@@ -206,6 +207,10 @@ class Programs:
         """Return the number of numbers in the serving weights."""
         return sum(math.prod(shape.shape) for shape in self.weights.values())
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the serving weights."""
+        return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in self.weights.values())
+
     def has(self, inputs: Inputs) -> bool:
         return inputs in self._compiled
 
@@ -254,9 +259,10 @@ class Programs:
         shardings += [self.placement.replicated] * (len(everything) - len(shardings))
         return tuple(jax.device_put(everything, shardings))
 
-    def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Array], Scales]:
+    def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Any], Scales]:
         names, tree = list(self.weights), jax.tree.structure(self.scales)
-        return dict(zip(names, flat, strict=False)), jax.tree.unflatten(tree, flat[len(names) :])
+        weights = dict(join_scales(dict(zip(names, flat, strict=False)), self.dtype))
+        return weights, jax.tree.unflatten(tree, flat[len(names) :])
 
     def _read_joints(self, observation: Observation) -> Observation:
         return observation if self.joint_map is None else self.joint_map.read(observation)
@@ -297,11 +303,11 @@ class Programs:
         return self._trace(run, inputs.shapes(self.placement.replicated))
 
     def _compile_reading(self, length: int) -> jax.stages.Compiled:
-        read, names = self.read, list(self.weights)
+        read = self.read
         assert read is not None, "the policy reads no language"
 
         def run(flat: tuple[Array, ...], ids: Array, mask: Array) -> Language:
-            tokens, is_token = read(dict(zip(names, flat, strict=False)), ids, mask)
+            tokens, is_token = read(self._unflatten(flat)[0], ids, mask)
             return Language(tokens.astype(jnp.float32), is_token)
 
         kinds = (jnp.int32, jnp.bool_)

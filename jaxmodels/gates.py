@@ -1,0 +1,187 @@
+"""Gate of quantized policies: the largest difference of an action from the unquantized policy's, joint by joint.
+
+The policy's observations are drawn from its statistics, always the same, unless recorded ones are given. Results are
+kept next to compiled programs by the content of the policy, so that a restart does not repeat them.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmodels.cache_dirs import use_compile_cache
+from jaxmodels.devices import find_placement
+from jaxmodels.policies.lerobot_folder import Checkpoint
+from jaxmodels.program import STILL
+from jaxmodels.types import IMAGES, TASK, Requirements
+
+logger = logging.getLogger(__name__)
+
+LIMIT = 0.005  # Largest error of an action as a share of its joint's range.
+COUNT = 16
+BLOCK = 16  # Pixels of one colour along each side, because cameras' images are smoother than noise.
+TASKS = ("pick up the red cube", "open the drawer", "fold the towel", "put the cup on the plate")
+Act = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+
+
+class JointDifference(NamedTuple):
+    """Largest error of a joint's action, in the unit of the policy's actions and as a share of the joint's range."""
+
+    joint: str
+    error: float
+    share: float
+
+
+@dataclass(frozen=True)
+class ActionGate:
+    """Comparison of a quantized policy with a reference.
+
+    Attributes:
+        dtype, reference: dtypes of both.
+        observations: number of observations.
+        source: where they come from.
+        limit: largest accepted share.
+    """
+
+    dtype: str
+    reference: str
+    observations: int
+    source: str
+    limit: float
+    joints: tuple[JointDifference, ...]
+
+    @property
+    def worst(self) -> JointDifference:
+        return max(self.joints, key=lambda joint: np.inf if np.isnan(joint.share) else joint.share)
+
+    @property
+    def passed(self) -> bool:
+        return all(joint.share <= self.limit for joint in self.joints)
+
+    def describe(self) -> str:
+        """Return the result in one sentence."""
+        joint, verdict = self.worst, "passes" if self.passed else "fails"
+        return (
+            f"{self.dtype} {verdict} the gate of actions: {joint.joint} differs from {self.reference} by up to "
+            f"{joint.error:.3g}, {100 * joint.share:.2f} % of its range (at most {100 * self.limit:g} %), over "
+            f"{self.observations} {self.source}"
+        )
+
+
+def make_observations(checkpoint: Checkpoint, requirements: Requirements, count: int = COUNT) -> list[dict[str, Any]]:
+    """Draw observations (batch of 1) from a policy's statistics: states within them, and images of coloured blocks.
+
+    Numbers without statistics are in [-1, 1].
+    """
+    random, config = np.random.default_rng(0), checkpoint.config
+    times = () if requirements.observation_steps == 1 else (requirements.observation_steps,)
+    environment = config.environment_state
+    vectors = {
+        "observation.state": (requirements.state, requirements.state_statistics),
+        "observation.environment_state": (
+            requirements.environment_state,
+            None if environment is None else checkpoint.normalization.inputs.get_statistics(environment),
+        ),
+    }
+    observations = []
+    for number in range(count):
+        drawn: dict[str, Any] = {TASK: np.array([TASKS[number % len(TASKS)]])} if requirements.language else {}
+        for name, (width, statistics) in vectors.items():
+            if width is not None:
+                vector = random.uniform(*_find_span(statistics or {}, width)).astype(np.float32)
+                drawn[name] = np.broadcast_to(vector, (1, *times, width)).copy()
+        for camera, (height, width) in requirements.cameras.items():
+            blocks = random.integers(0, 256, (-(-height // BLOCK), -(-width // BLOCK), 3), np.uint8)
+            image = blocks.repeat(BLOCK, 0).repeat(BLOCK, 1)[:height, :width]
+            drawn[IMAGES + camera] = np.broadcast_to(image, (1, *times, height, width, 3)).copy()
+        observations.append(drawn)
+    return observations
+
+
+def _find_span(statistics: Mapping[str, Sequence[float]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    for low, high in (("q01", "q99"), ("min", "max")):
+        if low in statistics and high in statistics:
+            return np.asarray(statistics[low]), np.asarray(statistics[high])
+    if "mean" in statistics:
+        mean, spread = np.asarray(statistics["mean"]), 2 * np.asarray(statistics["std"])
+        return mean - spread, mean + spread
+    return -np.ones(width), np.ones(width)
+
+
+def compare_actions(
+    expected: Sequence[np.ndarray],
+    act: Act,
+    observations: Iterable[Mapping[str, np.ndarray]],
+    requirements: Requirements,
+    *,
+    dtypes: tuple[str, str],
+    source: str = "seeded observations",
+    limit: float = LIMIT,
+) -> ActionGate:
+    """Compare the actions of a quantized policy with a reference's.
+
+    Args:
+        expected: the reference's chunk (1, t, a) for each observation.
+        act: acts as the quantized policy.
+        dtypes: names of the dtypes of the quantized policy and of the reference.
+
+    Returns:
+        The gate. A joint without a range in the checkpoint has the range of the reference's actions.
+    """
+    reference = np.concatenate(expected).astype(np.float64)
+    differences = np.abs(np.concatenate([act(observation) for observation in observations]) - reference)
+    errors = differences.max(axis=(0, 1))
+    if requirements.action_range is not None:
+        low, high = map(np.asarray, requirements.action_range)
+    else:
+        low, high = reference.min(axis=(0, 1)), reference.max(axis=(0, 1))
+    rounding = STILL * (1 + np.abs(low))  # The whole range of a joint that never moved.
+    shares = np.where(errors <= rounding, 0, errors / np.maximum(high - low, rounding))
+    names = requirements.joint_names or [f"joint {number}" for number in range(len(errors))]
+    joints = [JointDifference(name, float(error), float(share)) for name, error, share in zip(names, errors, shares)]
+    return ActionGate(*dtypes, len(expected), source, limit, tuple(joints))
+
+
+def find_gate_file(checkpoint: Checkpoint, dtype: str, device: str) -> Path | None:
+    """Return the file for a policy's result on a kind of device, by content; None without a folder for programs."""
+    folder = use_compile_cache()
+    if folder is None:
+        return None
+    devices = find_placement(device).devices
+    with ThreadPoolExecutor() as pool:  # Hashing large arrays does not hold Python's lock.
+        arrays = pool.map(lambda array: sha256(np.ascontiguousarray(array)).hexdigest(), checkpoint.weights.values())
+        content = [*zip(checkpoint.weights, arrays, strict=True)]
+    facts = (dtype, LIMIT, COUNT, devices[0].device_kind, len(devices), jax.__version__, version("robojax"))
+    parts = (content, checkpoint.config, checkpoint.normalization, checkpoint.tokenizer, facts)
+    return folder / "gates" / f"{sha256(repr(parts).encode()).hexdigest()}.json"
+
+
+def read_gate(file: Path | None) -> ActionGate | None:
+    """Return the kept result; None without one."""
+    try:
+        values = json.loads(file.read_bytes()) if file is not None else None
+        return values and ActionGate(**values | {"joints": tuple(JointDifference(*row) for row in values["joints"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def keep_gate(file: Path | None, gate: ActionGate) -> None:
+    """Keep a result; a folder that cannot be written is logged."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(gate)))
+        os.replace(partial, file)
+    except OSError as error:
+        logger.info("the result of a gate was not kept: %s", error)

@@ -1,0 +1,163 @@
+"""Products of 8-bit weights and activations: weights have a scale per output channel, activations one per token.
+
+The matrices of attention and feed-forward layers, and Diffusion Policy's convolutions over time, are quantized; all
+other weights keep the policy's dtype. Sources: https://arxiv.org/abs/2208.07339 (scales of rows and columns),
+https://arxiv.org/abs/2209.05433 (float8_e4m3fn).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxmodels.devices import DTYPES, find_dtype
+from jaxmodels.errors import ConfigError
+
+WEIGHT_DTYPES: Mapping[str, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+AUTO = "auto"
+# Dtypes that ``auto`` tries by platform. All have the same size: int8 rounds less, and TPUs have no fp8.
+AUTO_DTYPES: Mapping[str, tuple[str, ...]] = {"gpu": ("int8", "fp8"), "tpu": ("int8",)}
+# Largest number of each dtype, which the largest number of a channel or token becomes.
+_LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+# Smaller matrices keep their dtype, because a quantization costs more than it saves.
+SMALLEST = 1 << 14
+SCALE = ".scale"  # The scale of NAME is NAME.scale.
+_MATRICES = re.compile(
+    r"(attention|feed_forward)\.(query|key|value|out|gate|up|down)\.(kernel|weight)$|^unet\..*\.convolution\.kernel$"
+)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A weight in 8 bits, in the place of an array of `dtype`.
+
+    Attributes:
+        values: int8 or float8_e4m3fn, in the layout of the weight.
+        scale: (out,) float32; a channel's values times its scale are its weights.
+        dtype: dtype that the policy computes in.
+    """
+
+    values: Any
+    scale: Any
+    dtype: DTypeLike
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __getitem__(self, index: Any) -> "QuantizedMatrix":
+        if index is not ...:
+            raise TypeError("a quantized weight is used as a whole; keep this weight in the dtype of the policy")
+        return self
+
+    def reshape(self, *shape: int) -> "QuantizedMatrix":
+        """Return the weight with other axes of inputs."""
+        return QuantizedMatrix(self.values.reshape(shape), self.scale, self.dtype)
+
+
+jax.tree_util.register_dataclass(QuantizedMatrix, data_fields=["values", "scale"], meta_fields=["dtype"])
+
+
+def quantize(x: Any, dtype: DTypeLike, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return `x` in 8 bits, and the float32 scales along the other axes (`axes` are kept with size 1)."""
+    x, largest = jnp.asarray(x, jnp.float32), _LARGEST[jnp.dtype(dtype)]
+    most = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    scale = jnp.where(most > 0, most, 1) / largest
+    scaled = x / scale
+    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale
+
+
+def multiply(x: Any, weight: Any, axis: int) -> Any:
+    """Multiply tokens (..., d) by a matrix whose `axis` is the inputs: 0 of (d, e), or 1 of torch's layout (e, d).
+
+    Tokens are quantized if the matrix is. A CPU multiplies the same 8-bit numbers in float32, which is 100 times as
+    fast as XLA's products of 8 bits there; sums of products of int8 are exact up to 1,040 inputs.
+    """
+    if not isinstance(weight, QuantizedMatrix):
+        return jnp.einsum("...d,ed->...e", x, weight) if axis else x @ weight
+    tokens, scale = quantize(x, weight.values.dtype, -1)
+    axes = (((x.ndim - 1,), (axis,)), ((), ()))
+    sums = jnp.int32 if tokens.dtype == jnp.int8 else jnp.float32
+
+    def multiply_in_float32(tokens: jax.Array, values: jax.Array) -> jax.Array:
+        return lax.dot_general(tokens.astype(jnp.float32), values.astype(jnp.float32), axes)
+
+    def multiply_in_8_bits(tokens: jax.Array, values: jax.Array) -> jax.Array:
+        product = lax.dot_general(
+            tokens, values, axes, precision=lax.Precision.DEFAULT, preferred_element_type=sums
+        )
+        return product.astype(jnp.float32)
+
+    product = lax.platform_dependent(tokens, weight.values, cpu=multiply_in_float32, default=multiply_in_8_bits)
+    return (product * scale * weight.scale).astype(x.dtype)
+
+
+def _promote(arrays: Sequence[Any], /, *, dtype: DTypeLike | None = None) -> Any:
+    x, kernel, bias = arrays
+    if not isinstance(kernel, QuantizedMatrix):
+        return promote_dtype(arrays, dtype=dtype)
+    x, bias = promote_dtype((x, bias), dtype=dtype)
+    return x, kernel, bias
+
+
+def _dot_general(x: Any, kernel: Any, *arguments: Any, **options: Any) -> Any:
+    if isinstance(kernel, QuantizedMatrix):
+        return multiply(x, kernel, 0)
+    return lax.dot_general(x, kernel, *arguments, **options)
+
+
+# Arguments of `nnx.Linear` for a layer whose kernel may be quantized.
+QUANTIZABLE: Mapping[str, Any] = {"promote_dtype": _promote, "dot_general": _dot_general}
+
+
+def find_policy_dtypes(name: str | None, platform: str, accelerator_dtype: str) -> tuple[jnp.dtype, jnp.dtype | None]:
+    """Return the dtype that a policy computes in, and the dtype of its quantized matrices; None without any.
+
+    Args:
+        name: a name of `DTYPES` or `WEIGHT_DTYPES`; None and ``auto`` as in `find_dtype`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in (None, AUTO, *DTYPES, *WEIGHT_DTYPES):
+        raise ConfigError(f"dtype is {name!r}; wanted one of {', '.join((*DTYPES, *WEIGHT_DTYPES, AUTO))}")
+    if name in WEIGHT_DTYPES:
+        return find_dtype(None, platform, "bfloat16"), jnp.dtype(WEIGHT_DTYPES[name])
+    return find_dtype(None if name == AUTO else name, platform, accelerator_dtype), None
+
+
+def quantize_weights(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, np.ndarray]:
+    """Return the quantized matrices of serving weights, and their scales, by name.
+
+    Raises:
+        ConfigError: none of the weights can be quantized.
+    """
+    run = jax.jit(quantize, static_argnums=(1, 2), backend="cpu")  # Faster than NumPy, and needs no device memory.
+    quantized: dict[str, np.ndarray] = {}
+    for name, array in weights.items():
+        if _MATRICES.search(name) and np.size(array) >= SMALLEST:
+            axes = (1,) if name.endswith("weight") else tuple(range(np.ndim(array) - 1))
+            values, scale = run(np.asarray(array, np.float32), jnp.dtype(dtype), axes)
+            quantized |= {name: np.asarray(values), name + SCALE: np.asarray(scale).reshape(-1)}
+    if not quantized:
+        raise ConfigError(
+            f"dtype is {jnp.dtype(dtype).name}, and the policy has no matrix of an attention or feed-forward layer with "
+            f"{SMALLEST:,} numbers or more; use float32 or bfloat16"
+        )
+    return quantized
+
+
+def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> Iterator[tuple[str, Any]]:
+    """Yield names and weights, in which each quantized matrix and its scale are one `QuantizedMatrix`."""
+    for name, array in weights.items():
+        if name + SCALE in weights:
+            yield name, QuantizedMatrix(array, weights[name + SCALE], dtype)
+        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in weights):
+            yield name, array
