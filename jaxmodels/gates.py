@@ -1,13 +1,14 @@
 """Gate of quantized policies: the largest difference of an action from the unquantized policy's, joint by joint.
 
-The policy's observations are drawn from its statistics, always the same, unless recorded ones are given. Results are
-kept next to compiled programs by the content of the policy, so that a restart does not repeat them.
+Without recorded observations, seeded ones are drawn from the policy's statistics. Results are kept next to compiled
+programs by the content of the policy, so that a restart does not repeat them, and that a result over recorded
+observations replaces one over seeded observations.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -30,7 +31,6 @@ LIMIT = 0.005  # Largest error of an action as a share of its joint's range.
 COUNT = 16
 BLOCK = 16  # Pixels of one colour along each side, because cameras' images are smoother than noise.
 TASKS = ("pick up the red cube", "open the drawer", "fold the towel", "put the cup on the plate")
-Act = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 
 
 class JointDifference(NamedTuple):
@@ -119,8 +119,7 @@ def _find_span(statistics: Mapping[str, Sequence[float]], width: int) -> tuple[n
 
 def compare_actions(
     expected: Sequence[np.ndarray],
-    act: Act,
-    observations: Iterable[Mapping[str, np.ndarray]],
+    actual: Sequence[np.ndarray],
     requirements: Requirements,
     *,
     dtypes: tuple[str, str],
@@ -130,15 +129,14 @@ def compare_actions(
     """Compare the actions of a quantized policy with a reference's.
 
     Args:
-        expected: the reference's chunk (1, t, a) for each observation.
-        act: acts as the quantized policy.
+        expected, actual: chunk (1, t, a) of the reference and of the quantized policy for each observation.
         dtypes: names of the dtypes of the quantized policy and of the reference.
 
     Returns:
         The gate. A joint without a range in the checkpoint has the range of the reference's actions.
     """
     reference = np.concatenate(expected).astype(np.float64)
-    differences = np.abs(np.concatenate([act(observation) for observation in observations]) - reference)
+    differences = np.abs(np.concatenate(actual) - reference)
     errors = differences.max(axis=(0, 1))
     if requirements.action_range is not None:
         low, high = map(np.asarray, requirements.action_range)
@@ -147,7 +145,7 @@ def compare_actions(
     rounding = STILL * (1 + np.abs(low))  # The whole range of a joint that never moved.
     shares = np.where(errors <= rounding, 0, errors / np.maximum(high - low, rounding))
     names = requirements.joint_names or [f"joint {number}" for number in range(len(errors))]
-    joints = [JointDifference(name, float(error), float(share)) for name, error, share in zip(names, errors, shares)]
+    joints = [JointDifference(name, float(error), float(share)) for name, error, share in zip(names, errors, shares, strict=True)]
     return ActionGate(*dtypes, len(expected), source, limit, tuple(joints))
 
 

@@ -329,7 +329,7 @@ class Policy:
     Attributes:
         checkpoint: content of the policy's folder.
         commit: commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
-        dtype: ``float32`` or ``bfloat16``; ``int8`` or ``fp8`` for quantized matrices, which `load_policy` tests.
+        dtype: ``float32``, ``bfloat16``, or a name of `WEIGHT_DTYPES` for quantized matrices, which `load_policy` tests.
         requirements: what the policy needs from a robot.
 
     Example:
@@ -355,11 +355,11 @@ class Policy:
         self.checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
-        self._dtype, weight_dtype = find_policy_dtypes(dtype, self._placement.platform, self._kind.accelerator_dtype)
-        self.dtype = self._dtype.name if weight_dtype is None or dtype is None else dtype
+        self._dtype, small = find_policy_dtypes(dtype, self._placement.platform, self._kind.accelerator_dtype)
+        self.dtype = small or self._dtype.name
         scales = build_scales(checkpoint.config, checkpoint.normalization)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
-        quantized = {} if weight_dtype is None else quantize_weights(serving, weight_dtype)
+        quantized = {} if small is None else quantize_weights(serving, small)
         serving |= quantized
         if _programs is None:
             shapes = {
@@ -641,9 +641,9 @@ def load_policy(
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
         dtype: ``float32`` or ``bfloat16``, which is slow on a CPU. None: bfloat16 on an accelerator for policies that
-            are built on a language model, else float32. ``int8`` and ``fp8`` quantize the large matrices, if the policy
-            passes the gate of actions (jaxmodels/gates.py); ``auto`` takes one that passes on an accelerator, else the
-            default.
+            are built on a language model, else float32. ``int8`` and ``fp8`` quantize large matrices and the
+            activations that they multiply, and ``int8-weights`` only the matrices, if the policy passes the gate of
+            actions (jaxmodels/gates.py). ``auto``: what passes of these on an accelerator, else the default.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, or ``cuda:0+cuda:1`` for a policy that is too large for one
             device; JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
@@ -710,39 +710,38 @@ def _build_gated(
         ConfigError: the policy has no such matrices, or fails the gate.
     """
     candidates = AUTO_DTYPES.get(placement.platform, ()) if dtype == AUTO else (dtype,)
-    observations: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = []
     expected: list[np.ndarray] = []
+    why = "8-bit matrices save no time on a CPU"
     for name in candidates:
         file = gates.find_gate_file(checkpoint, name, placement.name)
         gate = gates.read_gate(file)
         if gate is None and not expected:
             reference = build(usual)
-            observations = gates.make_observations(checkpoint, reference.requirements)
-            expected = [reference.act(observation) for observation in observations]
+            seen = gates.make_observations(checkpoint, reference.requirements)
+            expected = [reference.act(observation) for observation in seen]
             del reference
-        if gate is None or gate.passed:
-            try:
-                policy = build(name)
-            except ConfigError as error:
-                if dtype != AUTO:
-                    raise
-                logger.info("dtype auto: %s", error)
-                continue
-            if gate is None:
-                dtypes = (name, usual)
-                gate = gates.compare_actions(expected, policy.act, observations, policy.requirements, dtypes=dtypes)
+        try:
+            policy = build(name) if gate is None or gate.passed else None
+            if gate is None and policy is not None:
+                actual = [policy.act(observation) for observation in seen]
+                gate = gates.compare_actions(expected, actual, policy.requirements, dtypes=(name, usual))
                 gates.keep_gate(file, gate)
-            if gate.passed:
-                logger.info("dtype %s: %s", dtype, gate.describe())
+            assert gate is not None, "a gate without a kept result is measured"
+            if gate.passed and policy is not None:
+                logger.info("dtype %s: %s", name, gate.describe())
                 return policy
-            del policy
+            why = gate.describe()
+        except ConfigError as error:  # No matrix is large enough.
+            if dtype != AUTO:
+                raise
+            why = str(error)
         if dtype != AUTO:
             raise ConfigError(
-                f"{gate.describe()}; use dtype {usual}, or see robojax check POLICY --dtype {name} --observations "
-                "RECORDING for the errors over recorded observations"
+                f"{why}; use dtype {usual}, or test it with recorded observations: robojax check POLICY --dtype {name} "
+                "--observations RECORDING"
             )
-        logger.info("dtype auto: %s", gate.describe())
-    logger.info("dtype auto: %s on %s", usual, placement.platform if candidates else "a CPU, where 8 bits are not faster")
+    logger.info("dtype auto: %s, because %s", usual, why)
     return build(usual)
 
 

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2209.05433 (float8_e4m3fn).
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,15 +20,18 @@ from jax.typing import DTypeLike
 from jaxmodels.devices import DTYPES, find_dtype
 from jaxmodels.errors import ConfigError
 
-WEIGHT_DTYPES: Mapping[str, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+INT8_WEIGHTS = "int8-weights"
+# Names to dtypes of weights. Activations have the same dtype, except for INT8_WEIGHTS, which only saves memory.
+WEIGHT_DTYPES: Mapping[str, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, INT8_WEIGHTS: jnp.int8}
 AUTO = "auto"
-# Dtypes that ``auto`` tries by platform. All have the same size: int8 rounds less, and TPUs have no fp8.
-AUTO_DTYPES: Mapping[str, tuple[str, ...]] = {"gpu": ("int8", "fp8"), "tpu": ("int8",)}
+# Dtypes that ``auto`` tries by platform, the fastest first. All have the same size; int8 rounds less than fp8.
+AUTO_DTYPES: Mapping[str, tuple[str, ...]] = dict.fromkeys(("gpu", "tpu"), ("int8", INT8_WEIGHTS))
 # Largest number of each dtype, which the largest number of a channel or token becomes.
 _LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 # Smaller matrices keep their dtype, because a quantization costs more than it saves.
 SMALLEST = 1 << 14
-SCALE = ".scale"  # The scale of NAME is NAME.scale.
+# The scale of NAME is NAME.scale, or NAME.weight_scale if activations keep the policy's dtype.
+SCALE, WEIGHT_SCALE = ".scale", ".weight_scale"
 _MATRICES = re.compile(
     r"(attention|feed_forward)\.(query|key|value|out|gate|up|down)\.(kernel|weight)$|^unet\..*\.convolution\.kernel$"
 )
@@ -42,11 +45,13 @@ class QuantizedMatrix:
         values: int8 or float8_e4m3fn, in the layout of the weight.
         scale: (out,) float32; a channel's values times its scale are its weights.
         dtype: dtype that the policy computes in.
+        quantizes_tokens: whether activations are quantized for the product.
     """
 
     values: Any
     scale: Any
     dtype: DTypeLike
+    quantizes_tokens: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,10 +64,10 @@ class QuantizedMatrix:
 
     def reshape(self, *shape: int) -> "QuantizedMatrix":
         """Return the weight with other axes of inputs."""
-        return QuantizedMatrix(self.values.reshape(shape), self.scale, self.dtype)
+        return replace(self, values=self.values.reshape(shape))
 
 
-jax.tree_util.register_dataclass(QuantizedMatrix, data_fields=["values", "scale"], meta_fields=["dtype"])
+jax.tree_util.register_dataclass(QuantizedMatrix, data_fields=["values", "scale"], meta_fields=["dtype", "quantizes_tokens"])
 
 
 def quantize(x: Any, dtype: DTypeLike, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -77,13 +82,16 @@ def quantize(x: Any, dtype: DTypeLike, axes: int | tuple[int, ...]) -> tuple[jax
 def multiply(x: Any, weight: Any, axis: int) -> Any:
     """Multiply tokens (..., d) by a matrix whose `axis` is the inputs: 0 of (d, e), or 1 of torch's layout (e, d).
 
-    Tokens are quantized if the matrix is. A CPU multiplies the same 8-bit numbers in float32, which is 100 times as
+    Tokens are quantized if the matrix demands it. A CPU multiplies the same 8-bit numbers in float32, which is 100 times as
     fast as XLA's products of 8 bits there; sums of products of int8 are exact up to 1,040 inputs.
     """
     if not isinstance(weight, QuantizedMatrix):
         return jnp.einsum("...d,ed->...e", x, weight) if axis else x @ weight
-    tokens, scale = quantize(x, weight.values.dtype, -1)
     axes = (((x.ndim - 1,), (axis,)), ((), ()))
+    if not weight.quantizes_tokens:
+        product = lax.dot_general(x, weight.values.astype(x.dtype), axes, preferred_element_type=jnp.float32)
+        return (product * weight.scale).astype(x.dtype)
+    tokens, scale = quantize(x, weight.values.dtype, -1)
     sums = jnp.int32 if tokens.dtype == jnp.int8 else jnp.float32
 
     def multiply_in_float32(tokens: jax.Array, values: jax.Array) -> jax.Array:
@@ -117,8 +125,8 @@ def _dot_general(x: Any, kernel: Any, *arguments: Any, **options: Any) -> Any:
 QUANTIZABLE: Mapping[str, Any] = {"promote_dtype": _promote, "dot_general": _dot_general}
 
 
-def find_policy_dtypes(name: str | None, platform: str, accelerator_dtype: str) -> tuple[jnp.dtype, jnp.dtype | None]:
-    """Return the dtype that a policy computes in, and the dtype of its quantized matrices; None without any.
+def find_policy_dtypes(name: str | None, platform: str, accelerator_dtype: str) -> tuple[jnp.dtype, str | None]:
+    """Return the dtype that a policy computes in, and the name in `WEIGHT_DTYPES`, if it is one.
 
     Args:
         name: a name of `DTYPES` or `WEIGHT_DTYPES`; None and ``auto`` as in `find_dtype`.
@@ -129,26 +137,27 @@ def find_policy_dtypes(name: str | None, platform: str, accelerator_dtype: str) 
     if name not in (None, AUTO, *DTYPES, *WEIGHT_DTYPES):
         raise ConfigError(f"dtype is {name!r}; wanted one of {', '.join((*DTYPES, *WEIGHT_DTYPES, AUTO))}")
     if name in WEIGHT_DTYPES:
-        return find_dtype(None, platform, "bfloat16"), jnp.dtype(WEIGHT_DTYPES[name])
+        return find_dtype(None, platform, "bfloat16"), name
     return find_dtype(None if name == AUTO else name, platform, accelerator_dtype), None
 
 
-def quantize_weights(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, np.ndarray]:
-    """Return the quantized matrices of serving weights, and their scales, by name.
+def quantize_weights(weights: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
+    """Return the quantized matrices of serving weights, and their scales, by name; `dtype` is of `WEIGHT_DTYPES`.
 
     Raises:
         ConfigError: none of the weights can be quantized.
     """
     run = jax.jit(quantize, static_argnums=(1, 2), backend="cpu")  # Faster than NumPy, and needs no device memory.
     quantized: dict[str, np.ndarray] = {}
+    suffix = WEIGHT_SCALE if dtype == INT8_WEIGHTS else SCALE
     for name, array in weights.items():
         if _MATRICES.search(name) and np.size(array) >= SMALLEST:
             axes = (1,) if name.endswith("weight") else tuple(range(np.ndim(array) - 1))
-            values, scale = run(np.asarray(array, np.float32), jnp.dtype(dtype), axes)
-            quantized |= {name: np.asarray(values), name + SCALE: np.asarray(scale).reshape(-1)}
+            values, scale = run(np.asarray(array, np.float32), jnp.dtype(WEIGHT_DTYPES[dtype]), axes)
+            quantized |= {name: np.asarray(values), name + suffix: np.asarray(scale).reshape(-1)}
     if not quantized:
         raise ConfigError(
-            f"dtype is {jnp.dtype(dtype).name}, and the policy has no matrix of an attention or feed-forward layer with "
+            f"dtype is {dtype}, and the policy has no matrix of an attention or feed-forward layer with "
             f"{SMALLEST:,} numbers or more; use float32 or bfloat16"
         )
     return quantized
@@ -157,7 +166,8 @@ def quantize_weights(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, 
 def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> Iterator[tuple[str, Any]]:
     """Yield names and weights, in which each quantized matrix and its scale are one `QuantizedMatrix`."""
     for name, array in weights.items():
-        if name + SCALE in weights:
-            yield name, QuantizedMatrix(array, weights[name + SCALE], dtype)
-        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in weights):
+        base, _, last = name.rpartition(".")
+        if (suffix := next((suffix for suffix in (SCALE, WEIGHT_SCALE) if name + suffix in weights), None)) is not None:
+            yield name, QuantizedMatrix(array, weights[name + suffix], dtype, suffix == SCALE)
+        elif f".{last}" not in (SCALE, WEIGHT_SCALE) or base not in weights:
             yield name, array

@@ -14,9 +14,11 @@ class PolicySettings(Group):
     device: Common[str | None] = Field(
         default=None, description="Device of policies: cpu, gpu, cuda:1, tpu:0; default: JAX's choice"
     )
-    dtype: Common[Literal["float32", "bfloat16"] | None] = Field(
+    dtype: Common[Literal["float32", "bfloat16", "int8", "fp8", "int8-weights", "auto"] | None] = Field(
         default=None,
-        description="Precision of policies; default: bfloat16 for smolvla, pi0 and pi05 on accelerators, else float32",
+        description="Precision of policies; default: bfloat16 for smolvla, pi0 and pi05 on accelerators, else float32. "
+        "int8 and fp8 quantize large matrices and their activations, int8-weights only the matrices; a policy whose "
+        "actions differ by more than 0.5 % of a joint's range is refused. auto: what passes of these on an accelerator.",
     )
     compile_cache: Common[Private[str | None]] = Field(
         default=None,
