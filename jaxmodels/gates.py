@@ -8,26 +8,29 @@ observations replaces one over seeded observations.
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from jaxmodels.cache_dirs import use_compile_cache
-from jaxmodels.devices import find_placement
+from jaxmodels.devices import Placement
+from jaxmodels.errors import ConfigError
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import STILL
+from jaxmodels.quantization import AUTO, AUTO_DTYPES
 from jaxmodels.types import IMAGES, TASK, Requirements
 
 logger = logging.getLogger(__name__)
 
 LIMIT = 0.005  # Largest error of an action as a share of its joint's range.
+SEEDED = "seeded observations"
 COUNT = 16
 BLOCK = 16  # Pixels of one colour along each side, because cameras' images are smoother than noise.
 TASKS = ("pick up the red cube", "open the drawer", "fold the towel", "put the cup on the plate")
@@ -123,7 +126,7 @@ def compare_actions(
     requirements: Requirements,
     *,
     dtypes: tuple[str, str],
-    source: str = "seeded observations",
+    source: str = SEEDED,
     limit: float = LIMIT,
 ) -> ActionGate:
     """Compare the actions of a quantized policy with a reference's.
@@ -145,29 +148,34 @@ def compare_actions(
     rounding = STILL * (1 + np.abs(low))  # The whole range of a joint that never moved.
     shares = np.where(errors <= rounding, 0, errors / np.maximum(high - low, rounding))
     names = requirements.joint_names or [f"joint {number}" for number in range(len(errors))]
-    joints = [JointDifference(name, float(error), float(share)) for name, error, share in zip(names, errors, shares, strict=True)]
+    joints = map(JointDifference, names, errors.tolist(), shares.tolist())
     return ActionGate(*dtypes, len(expected), source, limit, tuple(joints))
 
 
-def find_gate_file(checkpoint: Checkpoint, dtype: str, device: str) -> Path | None:
+def find_gate_file(checkpoint: Checkpoint, dtype: str, placement: Placement) -> Path | None:
     """Return the file for a policy's result on a kind of device, by content; None without a folder for programs."""
     folder = use_compile_cache()
     if folder is None:
         return None
-    devices = find_placement(device).devices
+    devices = placement.devices
     with ThreadPoolExecutor() as pool:  # Hashing large arrays does not hold Python's lock.
-        arrays = pool.map(lambda array: sha256(np.ascontiguousarray(array)).hexdigest(), checkpoint.weights.values())
+        arrays = pool.map(
+            lambda array: sha256(np.ascontiguousarray(array).data).hexdigest(), checkpoint.weights.values()
+        )
         content = [*zip(checkpoint.weights, arrays, strict=True)]
-    facts = (dtype, LIMIT, COUNT, devices[0].device_kind, len(devices), jax.__version__, version("robojax"))
-    parts = (content, checkpoint.config, checkpoint.normalization, checkpoint.tokenizer, facts)
+    facts = (dtype, COUNT, devices[0].device_kind, len(devices), jax.__version__, version("robojax"))
+    normalization = checkpoint.normalization.inputs, checkpoint.normalization.outputs, checkpoint.normalization.steps
+    parts = (content, checkpoint.config, normalization, checkpoint.tokenizer, facts)
     return folder / "gates" / f"{sha256(repr(parts).encode()).hexdigest()}.json"
 
 
-def read_gate(file: Path | None) -> ActionGate | None:
-    """Return the kept result; None without one."""
+def read_gate(file: Path | None, limit: float) -> ActionGate | None:
+    """Return the kept result with another limit; None without one."""
     try:
         values = json.loads(file.read_bytes()) if file is not None else None
-        return values and ActionGate(**values | {"joints": tuple(JointDifference(*row) for row in values["joints"])})
+        return values and ActionGate(
+            **values | {"limit": limit, "joints": tuple(JointDifference(*row) for row in values["joints"])}
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -183,3 +191,65 @@ def keep_gate(file: Path | None, gate: ActionGate) -> None:
         os.replace(partial, file)
     except OSError as error:
         logger.info("the result of a gate was not kept: %s", error)
+
+
+class Acting(Protocol):
+    """A policy that acts on observations."""
+
+    requirements: Requirements
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
+
+
+Built = TypeVar("Built", bound=Acting)
+
+
+def build_gated(
+    build: Callable[[str], Built], checkpoint: Checkpoint, dtype: str, usual: str, placement: Placement, limit: float
+) -> Built:
+    """Build a quantized policy that passes the gate of actions; ``auto`` falls back to the usual dtype.
+
+    The reference is built first and released, so that both sets of weights are never in memory together.
+
+    Args:
+        build: builds the policy for a name of a dtype.
+        usual: dtype of the reference.
+
+    Raises:
+        ConfigError: the policy fails the gate, or has nothing to quantize.
+    """
+    seen: list[dict[str, Any]] = []
+    expected: list[np.ndarray] = []
+    why = "8-bit numbers save no time on a CPU"
+    for name in AUTO_DTYPES.get(placement.platform, ()) if dtype == AUTO else (dtype,):
+        file = find_gate_file(checkpoint, name, placement)
+        gate = read_gate(file, limit)
+        if gate is None and not expected:
+            reference = build(usual)
+            seen = make_observations(checkpoint, reference.requirements)
+            expected = [reference.act(observation) for observation in seen]
+            del reference
+        try:
+            policy = build(name) if gate is None or gate.passed else None
+        except ConfigError as error:  # There is nothing to quantize.
+            if dtype != AUTO:
+                raise
+            why = str(error)
+            continue
+        if gate is None and policy is not None:
+            actual = [policy.act(observation) for observation in seen]
+            gate = compare_actions(expected, actual, policy.requirements, dtypes=(name, usual), limit=limit)
+            keep_gate(file, gate)
+        assert gate is not None, "the result is kept or was measured"
+        why = gate.describe()
+        if gate.passed and policy is not None:
+            logger.info("dtype %s: %s", name, why)
+            return policy
+        del policy
+        if dtype != AUTO:
+            raise ConfigError(
+                f"{why}; use dtype {usual} or a larger action_error_percent, or test it with recorded observations: "
+                f"robojax check POLICY --dtype {name} --observations RECORDING"
+            )
+    logger.info("dtype auto: %s, because %s", usual, why)
+    return build(usual)

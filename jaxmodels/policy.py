@@ -32,7 +32,7 @@ from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, build_scales
-from jaxmodels.quantization import AUTO, AUTO_DTYPES, find_policy_dtypes, quantize_weights
+from jaxmodels.quantization import find_policy_dtypes, quantize_weights
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -329,7 +329,7 @@ class Policy:
     Attributes:
         checkpoint: content of the policy's folder.
         commit: commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
-        dtype: ``float32``, ``bfloat16``, or a name of `WEIGHT_DTYPES` for quantized matrices, which `load_policy` tests.
+        dtype: ``float32``, ``bfloat16``, or a name of `WEIGHT_DTYPES`: quantized, which only `load_policy` tests.
         requirements: what the policy needs from a robot.
 
     Example:
@@ -634,6 +634,7 @@ def load_policy(
     rename: Mapping[str, str] | None = None,
     lerobot: str | None = None,
     prompt_cut: str = CUT_TASK,
+    action_error: float = gates.LIMIT,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -655,6 +656,7 @@ def load_policy(
         lerobot: version of LeRobot, 0.4 or 0.6, that the files are read as; None for ``robojax.json``'s, else 0.6.
         prompt_cut: what is cut from a prompt that is too long when the state follows the instruction (pi0.5): the end
             of the instruction (``task``), or the end of the prompt and with it joints (``lerobot``).
+        action_error: largest difference of a quantized policy's actions, as a share of each joint's range.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger than `largest`.
@@ -693,56 +695,13 @@ def load_policy(
             return like.with_weights(checkpoint, prompt_cut)
         return Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
 
-    policy = build(dtype or usual) if dtype in (None, *DTYPES) else _build_gated(build, checkpoint, dtype, usual, where)
+    if dtype in (None, *DTYPES):
+        policy = build(dtype or usual)
+    else:
+        policy = gates.build_gated(build, checkpoint, dtype, usual, where, action_error)
     policy.commit = commit
     report("ready")
     return policy
-
-
-def _build_gated(
-    build: Callable[[str], Policy], checkpoint: Checkpoint, dtype: str, usual: str, placement: Placement
-) -> Policy:
-    """Build a policy with quantized matrices that passes the gate of actions; ``auto`` falls back to the usual dtype.
-
-    The reference is built first and released, so that both sets of weights are never in memory together.
-
-    Raises:
-        ConfigError: the policy has no such matrices, or fails the gate.
-    """
-    candidates = AUTO_DTYPES.get(placement.platform, ()) if dtype == AUTO else (dtype,)
-    seen: list[dict[str, Any]] = []
-    expected: list[np.ndarray] = []
-    why = "8-bit matrices save no time on a CPU"
-    for name in candidates:
-        file = gates.find_gate_file(checkpoint, name, placement.name)
-        gate = gates.read_gate(file)
-        if gate is None and not expected:
-            reference = build(usual)
-            seen = gates.make_observations(checkpoint, reference.requirements)
-            expected = [reference.act(observation) for observation in seen]
-            del reference
-        try:
-            policy = build(name) if gate is None or gate.passed else None
-            if gate is None and policy is not None:
-                actual = [policy.act(observation) for observation in seen]
-                gate = gates.compare_actions(expected, actual, policy.requirements, dtypes=(name, usual))
-                gates.keep_gate(file, gate)
-            assert gate is not None, "a gate without a kept result is measured"
-            if gate.passed and policy is not None:
-                logger.info("dtype %s: %s", name, gate.describe())
-                return policy
-            why = gate.describe()
-        except ConfigError as error:  # No matrix is large enough.
-            if dtype != AUTO:
-                raise
-            why = str(error)
-        if dtype != AUTO:
-            raise ConfigError(
-                f"{why}; use dtype {usual}, or test it with recorded observations: robojax check POLICY --dtype {name} "
-                "--observations RECORDING"
-            )
-    logger.info("dtype auto: %s, because %s", usual, why)
-    return build(usual)
 
 
 def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Checkpoint:

@@ -1,10 +1,11 @@
 """Products of 8-bit weights and activations: weights have a scale per output channel, activations one per token.
 
-The matrices of attention and feed-forward layers, and Diffusion Policy's convolutions over time, are quantized; all
-other weights keep the policy's dtype. Sources: https://arxiv.org/abs/2208.07339 (scales of rows and columns),
-https://arxiv.org/abs/2209.05433 (float8_e4m3fn).
+The matrices of attention and feed-forward layers, Diffusion Policy's convolutions over time, and tables of words are
+quantized; all other weights keep the policy's dtype. Sources: https://arxiv.org/abs/2208.07339 (scales of rows and
+columns), https://arxiv.org/abs/2209.05433 (float8_e4m3fn).
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ SCALE, WEIGHT_SCALE = ".scale", ".weight_scale"
 _MATRICES = re.compile(
     r"(attention|feed_forward)\.(query|key|value|out|gate|up|down)\.(kernel|weight)$|^unet\..*\.convolution\.kernel$"
 )
+_TABLES = ("paligemma.embedding", "vlm.embedding")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class QuantizedMatrix:
 
     Attributes:
         values: int8 or float8_e4m3fn, in the layout of the weight.
-        scale: (out,) float32; a channel's values times its scale are its weights.
+        scale: (out,) float32; a channel's values times its scale are its weights. A table has a scale per word.
         dtype: dtype that the policy computes in.
         quantizes_tokens: whether activations are quantized for the product.
     """
@@ -57,17 +59,20 @@ class QuantizedMatrix:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def __getitem__(self, index: Any) -> "QuantizedMatrix":
-        if index is not ...:
-            raise TypeError("a quantized weight is used as a whole; keep this weight in the dtype of the policy")
-        return self
+    def __getitem__(self, index: Any) -> Any:
+        """Return the matrix for ``...``, and rows of a table of words, in `dtype`, for an array of integers."""
+        if index is ...:
+            return self
+        if not hasattr(index, "dtype"):
+            raise TypeError(f"a quantized matrix was indexed with {index}; this weight must keep the policy's dtype")
+        return (self.values[index].astype(jnp.float32) * self.scale[index][..., None]).astype(self.dtype)
 
     def reshape(self, *shape: int) -> "QuantizedMatrix":
         """Return the weight with other axes of inputs."""
         return replace(self, values=self.values.reshape(shape))
 
 
-jax.tree_util.register_dataclass(QuantizedMatrix, data_fields=["values", "scale"], meta_fields=["dtype", "quantizes_tokens"])
+jax.tree_util.register_dataclass(QuantizedMatrix, ["values", "scale"], ["dtype", "quantizes_tokens"])
 
 
 def quantize(x: Any, dtype: DTypeLike, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -82,8 +87,8 @@ def quantize(x: Any, dtype: DTypeLike, axes: int | tuple[int, ...]) -> tuple[jax
 def multiply(x: Any, weight: Any, axis: int) -> Any:
     """Multiply tokens (..., d) by a matrix whose `axis` is the inputs: 0 of (d, e), or 1 of torch's layout (e, d).
 
-    Tokens are quantized if the matrix demands it. A CPU multiplies the same 8-bit numbers in float32, which is 100 times as
-    fast as XLA's products of 8 bits there; sums of products of int8 are exact up to 1,040 inputs.
+    Tokens are quantized if the matrix demands it. A CPU multiplies the same 8-bit numbers in float32, because XLA's
+    products of 8 bits take 100 times as long there; sums of products of int8 are exact up to 1,040 inputs.
     """
     if not isinstance(weight, QuantizedMatrix):
         return jnp.einsum("...d,ed->...e", x, weight) if axis else x @ weight
@@ -98,16 +103,14 @@ def multiply(x: Any, weight: Any, axis: int) -> Any:
         return lax.dot_general(tokens.astype(jnp.float32), values.astype(jnp.float32), axes)
 
     def multiply_in_8_bits(tokens: jax.Array, values: jax.Array) -> jax.Array:
-        product = lax.dot_general(
-            tokens, values, axes, precision=lax.Precision.DEFAULT, preferred_element_type=sums
-        )
+        product = lax.dot_general(tokens, values, axes, precision=lax.Precision.DEFAULT, preferred_element_type=sums)
         return product.astype(jnp.float32)
 
     product = lax.platform_dependent(tokens, weight.values, cpu=multiply_in_float32, default=multiply_in_8_bits)
     return (product * scale * weight.scale).astype(x.dtype)
 
 
-def _promote(arrays: Sequence[Any], /, *, dtype: DTypeLike | None = None) -> Any:
+def _promote(arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None = None) -> Any:
     x, kernel, bias = arrays
     if not isinstance(kernel, QuantizedMatrix):
         return promote_dtype(arrays, dtype=dtype)
@@ -141,19 +144,30 @@ def find_policy_dtypes(name: str | None, platform: str, accelerator_dtype: str) 
     return find_dtype(None if name == AUTO else name, platform, accelerator_dtype), None
 
 
+def find_axes(name: str, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the axes of a weight that share a scale, which are its inputs; None for a weight that is not quantized."""
+    if math.prod(shape) < SMALLEST or len(shape) != (3 if name.startswith("unet.") else 2):
+        return None
+    if _MATRICES.search(name):
+        return (1,) if name.endswith("weight") else tuple(range(len(shape) - 1))
+    return (1,) if name in _TABLES else None
+
+
 def quantize_weights(weights: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
     """Return the quantized matrices of serving weights, and their scales, by name; `dtype` is of `WEIGHT_DTYPES`.
 
     Raises:
         ConfigError: none of the weights can be quantized.
     """
-    run = jax.jit(quantize, static_argnums=(1, 2), backend="cpu")  # Faster than NumPy, and needs no device memory.
+    # On the CPU, which is faster than NumPy and needs no memory of the device.
+    run, place = jax.jit(quantize, static_argnums=(1, 2)), jax.local_devices(backend="cpu")[0]
     quantized: dict[str, np.ndarray] = {}
     suffix = WEIGHT_SCALE if dtype == INT8_WEIGHTS else SCALE
     for name, array in weights.items():
-        if _MATRICES.search(name) and np.size(array) >= SMALLEST:
-            axes = (1,) if name.endswith("weight") else tuple(range(np.ndim(array) - 1))
-            values, scale = run(np.asarray(array, np.float32), jnp.dtype(WEIGHT_DTYPES[dtype]), axes)
+        if (axes := find_axes(name, np.shape(array))) is not None:
+            # Rows of words have int8's smaller error, because no product needs another dtype.
+            kind = jnp.dtype(jnp.int8 if name in _TABLES else WEIGHT_DTYPES[dtype])
+            values, scale = run(jax.device_put(np.asarray(array, np.float32), place), kind, axes)
             quantized |= {name: np.asarray(values), name + suffix: np.asarray(scale).reshape(-1)}
     if not quantized:
         raise ConfigError(

@@ -166,6 +166,9 @@ def check(
     episodes: Annotated[
         int, typer.Option(min=0, help="Episodes of the simulated arm for the gates of int8 and fp8")
     ] = 40,
+    action_error_percent: Annotated[
+        float, typer.Option(min=0, max=100, help="Largest error of actions of int8 and fp8, in % of a joint's range")
+    ] = 0.5,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Number of inferences to time")] = 100,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
@@ -211,7 +214,7 @@ def check(
             parts = loaded.profile_stages(min(runs, 10))
             if is_small:
                 status.update("comparing actions and success ...")
-                gates = measure_gates(loaded, reference, observations, episodes)
+                gates = measure_gates(loaded, reference, observations, episodes, action_error_percent / 100)
     except JaxModelsError as error:
         then = "docs/policies/checkpoints.md describes the folder of a policy"
         if isinstance(error, HubError):

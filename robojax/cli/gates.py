@@ -43,15 +43,17 @@ class Gates:
         return {"passed": self.passed, "actions": actions, "success": success}
 
 
-def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None, episodes: int) -> Gates:
+def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None, episodes: int, limit: float) -> Gates:
     """Compare a quantized policy with a reference.
 
     Args:
         recording: recording or dataset with observations; seeded ones when None. The result over recorded observations
             decides from now on whether the policy is served on this machine.
         episodes: of the simulated arm.
+        limit: largest share of a joint's range.
     """
     from jaxmodels import gates
+    from jaxmodels.devices import find_placement
     from service.recording.replay import PolicyMismatch
     from service.recording.steps import RecordingError
 
@@ -61,10 +63,11 @@ def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None,
         pairs = [(reference.act(observation), policy.act(observation)) for observation in seen]
     except (PolicyMismatch, RecordingError) as error:
         fail(Code.USAGE, f"{recording} has no observations for this policy", str(error), "give another recording")
-    source = "seeded observations" if recording is None else f"observations of {recording.name}"
-    actions = gates.compare_actions(*zip(*pairs, strict=True), needs, dtypes=dtypes, source=source)
+    source = gates.SEEDED if recording is None else f"observations of {recording.name}"
+    expected, actual = zip(*pairs, strict=True)
+    actions = gates.compare_actions(expected, actual, needs, dtypes=dtypes, source=source, limit=limit)
     if recording is not None:
-        gates.keep_gate(gates.find_gate_file(policy.checkpoint, policy.dtype, policy.device), actions)
+        gates.keep_gate(gates.find_gate_file(policy.checkpoint, policy.dtype, find_placement(policy.device)), actions)
     return Gates(actions, _compare_success(policy, reference, episodes))
 
 
@@ -72,7 +75,7 @@ def _read(recording: Path, requirements: "Requirements") -> Iterator[Mapping[str
     from service.recording.replay import read_observations
 
     source = source_or_end(recording)
-    stride = max(requirements.action_steps, -(-source.info.length // MAX_OBSERVATIONS))
+    stride = max(requirements.action_steps, -(-(source.info.length or 0) // MAX_OBSERVATIONS))
     yield from (seen for _, seen in read_observations(source, requirements, stride) if seen is not None)
     warn_of_damage(source)
 

@@ -159,7 +159,7 @@ def fisher(successes: int, trials: int, other_successes: int, other_trials: int)
         0.024
     """
     total, both = trials + other_trials, successes + other_successes
-    ways = sum(comb(trials, count) * comb(other_trials, both - count) for count in range(successes + 1) if count <= both)
+    ways = sum(comb(trials, count) * comb(other_trials, both - count) for count in range(min(successes, both) + 1))
     return ways / comb(total, both)
 
 

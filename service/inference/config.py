@@ -17,8 +17,15 @@ class PolicySettings(Group):
     dtype: Common[Literal["float32", "bfloat16", "int8", "fp8", "int8-weights", "auto"] | None] = Field(
         default=None,
         description="Precision of policies; default: bfloat16 for smolvla, pi0 and pi05 on accelerators, else float32. "
-        "int8 and fp8 quantize large matrices and their activations, int8-weights only the matrices; a policy whose "
-        "actions differ by more than 0.5 % of a joint's range is refused. auto: what passes of these on an accelerator.",
+        "int8 and fp8 quantize large matrices and their activations, int8-weights only the matrices, if the actions "
+        "stay within action_error_percent; auto: what passes of these on an accelerator",
+    )
+    action_error_percent: FiniteFloat = Field(
+        default=0.5,
+        gt=0,
+        le=100,
+        description="Largest difference of a quantized policy's actions from the unquantized policy's, in % of each "
+        "joint's range; a policy with larger differences is refused",
     )
     compile_cache: Common[Private[str | None]] = Field(
         default=None,
