@@ -8,19 +8,19 @@ observations replaces one over seeded observations.
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmodels.cache_dirs import use_compile_cache
-from jaxmodels.devices import Placement
+from jaxmodels.devices import Placement, find_placement
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import STILL
@@ -193,20 +193,9 @@ def keep_gate(file: Path | None, gate: ActionGate) -> None:
         logger.info("the result of a gate was not kept: %s", error)
 
 
-class Acting(Protocol):
-    """A policy that acts on observations."""
-
-    requirements: Requirements
-
-    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
-
-
-Built = TypeVar("Built", bound=Acting)
-
-
 def build_gated(
-    build: Callable[[str], Built], checkpoint: Checkpoint, dtype: str, usual: str, placement: Placement, limit: float
-) -> Built:
+    build: Callable[[str], Any], checkpoint: Checkpoint, dtype: str, usual: str, placement: Placement, limit: float
+) -> Any:
     """Build a quantized policy that passes the gate of actions; ``auto`` falls back to the usual dtype.
 
     The reference is built first and released, so that both sets of weights are never in memory together.
@@ -253,3 +242,36 @@ def build_gated(
             )
     logger.info("dtype auto: %s, because %s", usual, why)
     return build(usual)
+
+
+def measure_action_gate(
+    policy: Any,
+    reference: Any,
+    observations: Iterable[Mapping[str, np.ndarray]] | None = None,
+    *,
+    source: str = SEEDED,
+    limit: float = LIMIT,
+) -> ActionGate:
+    """Compare a quantized `Policy` with a reference.
+
+    Args:
+        observations: recorded observations; seeded ones when None. `load_policy` uses the result over recorded
+            observations from now on, on this machine.
+        source: where they come from.
+        limit: largest share of a joint's range.
+
+    Example:
+        >>> from jaxmodels import Policy, load_policy
+        >>> reference = load_policy("robojax/sim/policy", device="cpu")
+        >>> gate = measure_action_gate(Policy(reference.checkpoint, dtype="int8", device="cpu"), reference)
+        >>> gate.dtype, gate.observations, gate.worst.joint
+        ('int8', 16, 'Jaw')
+    """
+    needs = policy.requirements
+    seen = make_observations(policy.checkpoint, needs) if observations is None else observations
+    expected, actual = zip(*((reference.act(each), policy.act(each)) for each in seen), strict=True)
+    dtypes = (policy.dtype, reference.dtype)
+    gate = compare_actions(expected, actual, needs, dtypes=dtypes, source=source, limit=limit)
+    if observations is not None:
+        keep_gate(find_gate_file(policy.checkpoint, policy.dtype, find_placement(policy.device)), gate)
+    return gate

@@ -12,8 +12,7 @@ from robojax.cli.recordings import source_or_end, warn_of_damage
 from robojax.cli.sim import FIRST_SEED
 
 if TYPE_CHECKING:
-    from jaxmodels import Policy, Requirements
-    from jaxmodels.gates import ActionGate
+    from jaxmodels import ActionGate, Policy, Requirements
     from robojax.sim.evaluation import SuccessGate
 
 # Largest number of recorded observations, which are spread over the recording.
@@ -52,22 +51,18 @@ def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None,
         episodes: of the simulated arm.
         limit: largest share of a joint's range.
     """
-    from jaxmodels import gates
-    from jaxmodels.devices import find_placement
+    import jaxmodels
     from service.recording.replay import PolicyMismatch
     from service.recording.steps import RecordingError
 
-    needs, dtypes = policy.requirements, (policy.dtype, reference.dtype)
     try:
-        seen = gates.make_observations(policy.checkpoint, needs) if recording is None else _read(recording, needs)
-        pairs = [(reference.act(observation), policy.act(observation)) for observation in seen]
+        if recording is None:
+            actions = jaxmodels.measure_action_gate(policy, reference, limit=limit)
+        else:
+            seen, source = _read(recording, policy.requirements), f"observations of {recording.name}"
+            actions = jaxmodels.measure_action_gate(policy, reference, seen, source=source, limit=limit)
     except (PolicyMismatch, RecordingError) as error:
         fail(Code.USAGE, f"{recording} has no observations for this policy", str(error), "give another recording")
-    source = gates.SEEDED if recording is None else f"observations of {recording.name}"
-    expected, actual = zip(*pairs, strict=True)
-    actions = gates.compare_actions(expected, actual, needs, dtypes=dtypes, source=source, limit=limit)
-    if recording is not None:
-        gates.keep_gate(gates.find_gate_file(policy.checkpoint, policy.dtype, find_placement(policy.device)), actions)
     return Gates(actions, _compare_success(policy, reference, episodes))
 
 
