@@ -261,7 +261,7 @@ class Programs:
 
     def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Any], Scales]:
         names, tree = list(self.weights), jax.tree.structure(self.scales)
-        weights = dict(join_scales(dict(zip(names, flat, strict=False)), self.dtype))
+        weights = join_scales(dict(zip(names, flat, strict=False)), self.dtype)
         return weights, jax.tree.unflatten(tree, flat[len(names) :])
 
     def _read_joints(self, observation: Observation) -> Observation:

@@ -7,8 +7,9 @@ columns), https://arxiv.org/abs/2209.05433 (float8_e4m3fn).
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -88,25 +89,23 @@ def multiply(x: Any, weight: Any, axis: int) -> Any:
     """Multiply tokens (..., d) by a matrix whose `axis` is the inputs: 0 of (d, e), or 1 of torch's layout (e, d).
 
     Tokens are quantized if the matrix demands it. A CPU multiplies the same 8-bit numbers in float32, because XLA's
-    products of 8 bits take 100 times as long there; sums of products of int8 are exact up to 1,040 inputs.
+    products of 8 bits take 100 times longer there; sums of products of int8 are exact up to 1,040 inputs.
     """
     if not isinstance(weight, QuantizedMatrix):
         return jnp.einsum("...d,ed->...e", x, weight) if axis else x @ weight
     axes = (((x.ndim - 1,), (axis,)), ((), ()))
+
+    def dot(tokens: jax.Array, values: jax.Array, dtype: DTypeLike, sums: DTypeLike = jnp.float32) -> jax.Array:
+        tokens, values = tokens.astype(dtype), values.astype(dtype)
+        return lax.dot_general(tokens, values, axes, preferred_element_type=sums).astype(jnp.float32)
+
     if not weight.quantizes_tokens:
-        product = lax.dot_general(x, weight.values.astype(x.dtype), axes, preferred_element_type=jnp.float32)
-        return (product * weight.scale).astype(x.dtype)
+        return (dot(x, weight.values, x.dtype) * weight.scale).astype(x.dtype)
     tokens, scale = quantize(x, weight.values.dtype, -1)
     sums = jnp.int32 if tokens.dtype == jnp.int8 else jnp.float32
-
-    def multiply_in_float32(tokens: jax.Array, values: jax.Array) -> jax.Array:
-        return lax.dot_general(tokens.astype(jnp.float32), values.astype(jnp.float32), axes)
-
-    def multiply_in_8_bits(tokens: jax.Array, values: jax.Array) -> jax.Array:
-        product = lax.dot_general(tokens, values, axes, precision=lax.Precision.DEFAULT, preferred_element_type=sums)
-        return product.astype(jnp.float32)
-
-    product = lax.platform_dependent(tokens, weight.values, cpu=multiply_in_float32, default=multiply_in_8_bits)
+    of_8_bits, of_floats = partial(dot, dtype=tokens.dtype, sums=sums), partial(dot, dtype=jnp.float32)
+    with jax.default_matmul_precision("default"):  # A higher one would split numbers of 8 bits.
+        product = lax.platform_dependent(tokens, weight.values, cpu=of_floats, default=of_8_bits)
     return (product * scale * weight.scale).astype(x.dtype)
 
 
@@ -177,11 +176,11 @@ def quantize_weights(weights: Mapping[str, Any], dtype: str) -> dict[str, np.nda
     return quantized
 
 
-def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> Iterator[tuple[str, Any]]:
-    """Yield names and weights, in which each quantized matrix and its scale are one `QuantizedMatrix`."""
-    for name, array in weights.items():
-        base, _, last = name.rpartition(".")
-        if (suffix := next((suffix for suffix in (SCALE, WEIGHT_SCALE) if name + suffix in weights), None)) is not None:
-            yield name, QuantizedMatrix(array, weights[name + suffix], dtype, suffix == SCALE)
-        elif f".{last}" not in (SCALE, WEIGHT_SCALE) or base not in weights:
-            yield name, array
+def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+    """Return weights in which each quantized matrix and its scale are one `QuantizedMatrix`."""
+    joined = dict(weights)
+    for name in weights:
+        matrix, dot, last = name.rpartition(".")
+        if dot + last in (SCALE, WEIGHT_SCALE) and matrix in weights:
+            joined[matrix] = QuantizedMatrix(weights[matrix], joined.pop(name), dtype, dot + last == SCALE)
+    return joined

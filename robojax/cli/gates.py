@@ -31,23 +31,16 @@ class Gates:
         return self.actions.passed and (isinstance(self.success, str) or self.success.passed)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the results for ``--json``; shares of joints' ranges in %."""
-        actions = asdict(self.actions) | {"limit_percent": 100 * self.actions.limit, "passed": self.actions.passed}
-        actions["joints"] = [
-            {"joint": joint, "error": error, "percent": 100 * share, "passed": share <= self.actions.limit}
-            for joint, error, share in self.actions.joints
-        ]
-        del actions["limit"]
+        """Return the results for ``--json``."""
         success = {"not_run": self.success} if isinstance(self.success, str) else asdict(self.success)
-        return {"passed": self.passed, "actions": actions, "success": success}
+        return {"passed": self.passed, "actions": asdict(self.actions), "success": success}
 
 
 def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None, episodes: int, limit: float) -> Gates:
     """Compare a quantized policy with a reference.
 
     Args:
-        recording: recording or dataset with observations; seeded ones when None. The result over recorded observations
-            decides from now on whether the policy is served on this machine.
+        recording: recording or dataset with observations; seeded ones when None.
         episodes: of the simulated arm.
         limit: largest share of a joint's range.
     """
@@ -55,12 +48,10 @@ def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None,
     from service.recording.replay import PolicyMismatch
     from service.recording.steps import RecordingError
 
+    named: Any = {} if recording is None else {"source": f"observations of {recording.name}"}
+    seen = None if recording is None else _read(recording, policy.requirements)
     try:
-        if recording is None:
-            actions = jaxmodels.measure_action_gate(policy, reference, limit=limit)
-        else:
-            seen, source = _read(recording, policy.requirements), f"observations of {recording.name}"
-            actions = jaxmodels.measure_action_gate(policy, reference, seen, source=source, limit=limit)
+        actions = jaxmodels.measure_action_gate(policy, reference, seen, limit=limit, **named)
     except (PolicyMismatch, RecordingError) as error:
         fail(Code.USAGE, f"{recording} has no observations for this policy", str(error), "give another recording")
     return Gates(actions, _compare_success(policy, reference, episodes))
@@ -93,27 +84,21 @@ def _compare_success(policy: "Policy", reference: "Policy", episodes: int) -> "S
 
 def show_gates(gates: Gates) -> None:
     """Print both gates."""
-    from rich.text import Text
-
-    def verdict(passed: bool) -> Text:
-        return Text("passed", "green") if passed else Text("failed", "bold red")
-
-    actions, success = gates.actions, gates.success
+    actions, success, verdicts = gates.actions, gates.success, ("failed", "passed")
     typer.echo(
         f"\ngate of actions: largest difference of {actions.dtype} from {actions.reference}, in the unit of the "
         f"policy's actions, over {actions.observations} {actions.source}:"
     )
+    limit, numbers = f"{100 * actions.limit:g}", ("largest error", "% of range", "limit %")
     rows = [
-        (joint, f"{error:.4f}", f"{100 * share:.3f}", f"{100 * actions.limit:g}", verdict(share <= actions.limit))
-        for joint, error, share in actions.joints
+        (each.joint, f"{each.error:.4f}", f"{100 * each.share:.3f}", limit, verdicts[each.share <= actions.limit])
+        for each in actions.joints
     ]
-    numbers = ("largest error", "% of range", "limit %")
     print_table(("joint", *numbers, "gate"), rows, numbers=numbers)
     if isinstance(success, str):
         typer.echo(f"gate of success: not run, because {success}")
-    else:
-        typer.echo(
-            f"gate of success: {success.lifted} of {success.episodes} cubes lifted, {success.reference_lifted} with "
-            f"{actions.reference}; as few by chance: {100 * success.probability:.0f} %, wanted 5 % or more: "
-            f"{'passed' if success.passed else 'failed'}"
-        )
+        return
+    typer.echo(
+        f"gate of success: {verdicts[success.passed]}; {success.lifted} of {success.episodes} cubes lifted, "
+        f"{success.reference_lifted} with {actions.reference} (p = {success.probability:.2f}, wanted 0.05 or more)"
+    )

@@ -46,7 +46,7 @@ def test_check_prints_the_gates_of_a_quantized_policy(call, tmp_path):
     gates = found["gates"]
     assert (found["dtype"], gates["passed"], gates["actions"]["reference"]) == ("int8", True, "float32")
     assert [joint["joint"] for joint in gates["actions"]["joints"]] == found["requirements"]["joint_names"]
-    assert all(0 < joint["percent"] < 2 for joint in gates["actions"]["joints"])
+    assert all(0 < joint["share"] < 0.02 for joint in gates["actions"]["joints"])
     assert gates["success"] == {"episodes": 1, "lifted": 1, "reference_lifted": 1, "probability": 1.0}
     assert call("record-demo", "pick", "--episodes", "1", "--workers", "1").returncode == 0
     done = call("check", POLICY, *flags[:-1], "0", "--observations", "pick")
