@@ -23,7 +23,6 @@ from jaxmodels.devices import Placement, find_placement
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import STILL
-from jaxmodels.quantization import AUTO, AUTO_DTYPES
 from jaxmodels.types import IMAGES, TASK, Requirements
 
 logger = logging.getLogger(__name__)
@@ -203,19 +202,26 @@ def _read(file: Path | None, limit: float) -> ActionGate | None:
 
 
 def build_gated(
-    build: Callable[[str], Any], checkpoint: Checkpoint, dtype: str, usual: str, placement: Placement, limit: float
+    build: Callable[[str], Any],
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    usual: str,
+    placement: Placement,
+    limit: float,
+    *,
+    may_fall_back: bool,
 ) -> Any:
-    """Build a quantized policy that passes the gate of actions; ``auto`` falls back to the usual dtype.
+    """Build a policy with the first of the dtypes `names` that passes the gate of actions.
 
     Args:
         build: builds the policy for a name of a dtype.
-        usual: dtype of the reference.
+        usual: dtype of the reference, and of the policy if no other passes and it `may_fall_back`.
 
     Raises:
         ConfigError: the policy fails the gate, or has nothing to quantize.
     """
     reference, why = None, "8-bit numbers save no time on a CPU"
-    for name in AUTO_DTYPES.get(placement.platform, ()) if dtype == AUTO else (dtype,):
+    for name in names:
         policy, gate = None, _read(_find_file(checkpoint, name, placement), limit)
         try:
             if gate is None:
@@ -227,7 +233,7 @@ def build_gated(
                 return policy or build(name)
         except ConfigError as error:  # There is nothing to quantize.
             why = str(error)
-        if dtype != AUTO:
+        if not may_fall_back:
             raise ConfigError(
                 f"{why}; use dtype {usual} or a larger action_error_percent, or test it with recorded observations: "
                 f"robojax check POLICY --dtype {name} --observations RECORDING"

@@ -161,19 +161,35 @@ def quantize_weights(weights: Mapping[str, Any], dtype: str) -> dict[str, np.nda
     # On the CPU, which is faster than NumPy and needs no memory of the device.
     run, place = jax.jit(quantize, static_argnums=(1, 2)), jax.local_devices(backend="cpu")[0]
     quantized: dict[str, np.ndarray] = {}
-    suffix = WEIGHT_SCALE if dtype == INT8_WEIGHTS else SCALE
     for name, array in weights.items():
         if (axes := find_axes(name, np.shape(array))) is not None:
             # Rows of words have int8's smaller error, because no product needs another dtype.
             kind = jnp.dtype(jnp.int8 if name in _TABLES else WEIGHT_DTYPES[dtype])
             values, scale = run(jax.device_put(np.asarray(array, np.float32), place), kind, axes)
-            quantized |= {name: np.asarray(values), name + suffix: np.asarray(scale).reshape(-1)}
+            quantized |= {name: np.asarray(values), name + _get_suffix(dtype): np.asarray(scale).reshape(-1)}
     if not quantized:
         raise ConfigError(
             f"dtype is {dtype}, and the policy has no matrix of an attention or feed-forward layer with "
             f"{SMALLEST:,} numbers or more; use float32 or bfloat16"
         )
     return quantized
+
+
+def _get_suffix(dtype: str) -> str:
+    return WEIGHT_SCALE if dtype == INT8_WEIGHTS else SCALE
+
+
+def list_scales(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the scales of quantized weights."""
+    axes = {name: found for name, shape in shapes.items() if (found := find_axes(name, shape)) is not None}
+    return {name + _get_suffix(dtype): (shapes[name][0 if shared == (1,) else -1],) for name, shared in axes.items()}
+
+
+def get_stored_dtype(name: str, weights: Mapping[str, Any], dtype: DTypeLike) -> DTypeLike:
+    """Return the dtype of a serving weight: its own if it is quantized or a scale, else the policy's."""
+    is_scale = name.endswith((SCALE, WEIGHT_SCALE)) and name.rpartition(".")[0] in weights
+    own = weights[name].dtype
+    return own if is_scale or own.itemsize == 1 else dtype
 
 
 def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels import gates, quantization
+from jaxmodels import policy as policy_module
 from jaxmodels.errors import ConfigError
 from jaxmodels.gates import compare_actions, make_observations
 from jaxmodels.policies import get_policy_type, lerobot_folder
@@ -110,7 +111,7 @@ def test_resident_bytes_halve(kind: str) -> None:
 
 def test_needs_count_the_bytes_on_the_device() -> None:
     policy = Policy(lerobot_folder.read_checkpoint(SHIPPED), dtype="int8", device="cpu")
-    stored = sum(array.nbytes for array in policy._weights[: len(policy._programs.weights)])
+    stored = sum(array.nbytes for array in policy._weights.arrays)
     assert policy.needs.weights == stored
     assert stored < 0.43 * Policy(policy.checkpoint, device="cpu").needs.weights
 
@@ -145,7 +146,7 @@ def test_auto_takes_the_first_dtype_that_passes(
     limit: float, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(gates, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
+    monkeypatch.setattr(policy_module, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
     assert jaxmodels.load_policy(SHIPPED, dtype="auto", device="cpu", action_error=limit).dtype == dtype
     assert any(f"dtype {'auto: ' * (dtype == 'float32')}{dtype}" in message for message in caplog.messages)
 
@@ -154,7 +155,7 @@ def test_a_policy_without_large_matrices_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quantization, "SMALLEST", 1 << 20)
     with pytest.raises(ConfigError, match=r"dtype is int8, and the policy has no matrix .*use float32 or bfloat16"):
         jaxmodels.load_policy(SHIPPED, dtype="int8", device="cpu")
-    monkeypatch.setattr(gates, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
+    monkeypatch.setattr(policy_module, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
     assert jaxmodels.load_policy(SHIPPED, dtype="auto", device="cpu").dtype == "float32"
 
 
