@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.checkpoints.tokenizer_process import isolate_tokenizers
     from jaxmodels.devices import name_devices
+    from jaxmodels.gates import ActionGate, measure_action_gate
     from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files
     from jaxmodels.policies.act.model import TemporalEnsembler
     from jaxmodels.policy import Policy, load_policy, read_requirements
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICY_FILES",
+    "ActionGate",
     "LoadedModel",
     "Policy",
     "PolicyFolder",
@@ -39,6 +41,7 @@ __all__ = [
     "list_policy_files",
     "load_model",
     "load_policy",
+    "measure_action_gate",
     "name_devices",
     "open_file",
     "read_requirements",
@@ -50,6 +53,7 @@ _NAMES = {
     "jaxmodels.checkpoints.folder": "PolicyFolder open_file",
     "jaxmodels.checkpoints.tokenizer_process": "isolate_tokenizers",
     "jaxmodels.devices": "name_devices",
+    "jaxmodels.gates": "ActionGate measure_action_gate",
     "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
     "jaxmodels.policies.act.model": "TemporalEnsembler",
     "jaxmodels.policy": "Policy load_policy read_requirements",

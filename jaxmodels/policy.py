@@ -20,11 +20,11 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from jaxmodels import observations
+from jaxmodels import gates, observations
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.checkpoints.bundle import Manifest, install_executables
 from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
-from jaxmodels.devices import PLATFORMS, Placement, find_dtype, find_placement
+from jaxmodels.devices import DTYPES, PLATFORMS, Placement, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
@@ -34,6 +34,14 @@ from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Program, Programs, Scales, build_scales
+from jaxmodels.quantization import (
+    AUTO,
+    AUTO_DTYPES,
+    find_policy_dtypes,
+    get_stored_dtype,
+    list_scales,
+    quantize_weights,
+)
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -331,6 +339,7 @@ class Policy:
     Attributes:
         checkpoint: content of the policy's folder.
         commit: commit of a repo of the Hub; None for a folder, unless the caller sets a name for its content.
+        dtype: ``float32``, ``bfloat16``, or a name of `WEIGHT_DTYPES`: quantized, which only `load_policy` tests.
         requirements: what the policy needs from a robot.
 
     Example:
@@ -362,17 +371,20 @@ class Policy:
         if bundle is not None:
             _check_bundle(bundle, dtype, self._placement)
             dtype = bundle.dtype
-        self._dtype = find_dtype(dtype, self._platform, self._kind.accelerator_dtype)
+        self._dtype, small = find_policy_dtypes(dtype, self._platform, self._kind.accelerator_dtype)
+        self.dtype = small or self._dtype.name
         scales = build_scales(checkpoint.config, checkpoint.normalization)
         prepare = partial(self._kind.prepare, config, platform=self._platform)
         if bundle is None:
             serving = prepare(checkpoint.weights)
+            serving |= {} if small is None else quantize_weights(serving, small)
         else:
             serving = dict(checkpoint.weights)
             expected = jax.eval_shape(prepare, lerobot_folder.model_blueprint(config).shapes)
+            expected = {name: shape.shape for name, shape in expected.items()}
             check_fit(
                 {name: array.shape for name, array in serving.items()},
-                {name: shape.shape for name, shape in expected.items()},
+                expected if small is None else expected | list_scales(expected, small),
                 where="weights of the bundle",
             )
         if _programs is None:
@@ -406,7 +418,7 @@ class Policy:
         plan = config.architecture()
 
         def dtype(name: str) -> Any:
-            return np.float32 if name.startswith(CONSTANTS) else self._dtype
+            return np.float32 if name.startswith(CONSTANTS) else get_stored_dtype(name, serving, self._dtype)
 
         return Programs(
             stages={stage.name: partial(stage.run, plan) for stage in kind.stages},
@@ -425,10 +437,6 @@ class Policy:
     def device(self) -> str:
         """Name of the device it runs on, e.g. ``cpu:0``."""
         return self._placement.name
-
-    @property
-    def dtype(self) -> str:
-        return self._dtype.name
 
     @property
     def platform(self) -> str:
@@ -450,7 +458,7 @@ class Policy:
         """Estimated bytes of memory that it takes for a batch of one with frames of its own sizes."""
         read, served = self.count_parameters(), self._programs.count_weights()
         needs = estimate_needs(sum(read.values()), served, self._dtype.itemsize, self._kind.runs_as_read)
-        return replace(needs, activations=self.demand.activations)
+        return replace(needs, weights=self._programs.count_bytes(), activations=self.demand.activations)
 
     @property
     def timings(self) -> Mapping[str, float]:
@@ -698,6 +706,7 @@ def load_policy(
     lerobot: str | None = None,
     prompt_cut: str = CUT_TASK,
     platform: str | None = None,
+    action_error: float = gates.LIMIT,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -705,7 +714,9 @@ def load_policy(
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
         dtype: ``float32`` or ``bfloat16``, which is slow on a CPU. None: bfloat16 on an accelerator for policies that
-            are built on a language model, else float32.
+            are built on a language model, else float32. ``int8`` and ``fp8`` quantize large matrices and the
+            activations that they multiply, and ``int8-weights`` only the matrices, if the policy passes the gate of
+            actions (jaxmodels/gates.py). ``auto``: what passes of these on an accelerator, else the default.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, or ``cuda:0+cuda:1`` for a policy that is too large for one
             device; JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
@@ -718,10 +729,11 @@ def load_policy(
         prompt_cut: what is cut from a prompt that is too long when the state follows the instruction (pi0.5): the end
             of the instruction (``task``), or the end of the prompt and with it joints (``lerobot``).
         platform: platform of JAX (``cpu``, ``gpu``, ``tpu``) for which weights are prepared; the device's when None.
+        action_error: largest difference of a quantized policy's actions, as a share of each joint's range.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger than `largest`.
-        ConfigError: the config, dtype, device or names of cameras make no sense.
+        ConfigError: the config, dtype, device or names of cameras make no sense, or a quantized policy fails its gate.
         CheckpointError: files are missing, malformed, or do not fit the config.
 
     Example:
@@ -731,7 +743,7 @@ def load_policy(
     """
     report = on_progress or (lambda stage: None)
     where = find_placement(device)
-    find_dtype(dtype)  # A wrong name is refused before anything is fetched.
+    find_policy_dtypes(dtype, where.platform, "float32")  # A wrong name is refused before anything is fetched.
     _check_prompt_cut(prompt_cut)
 
     def admit(config: Any, size: int | Needs) -> None:
@@ -739,7 +751,7 @@ def load_policy(
         if isinstance(size, Needs):
             check_loading(size, where, shares_memory=True)
             return
-        item = find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize
+        item = find_policy_dtypes(dtype, where.platform, kind.accelerator_dtype)[0].itemsize
         needs = estimate_needs(size, size + config.table_numbers, item, kind.runs_as_read)
         check_loading(needs, where, shares_memory=kind.runs_as_read and item == FLOAT)
 
@@ -755,12 +767,19 @@ def load_policy(
             dtype = dtype or checkpoint.bundle.dtype
     checkpoint = _rename_checkpoint(checkpoint, rename or {})
     config: Any = checkpoint.config
-    compute = find_dtype(dtype, platform or where.platform, get_policy_type(config.type).accelerator_dtype)
-    same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
-    if like is not None and same_place and like.fits(checkpoint):
-        policy = like.with_weights(checkpoint, prompt_cut)
+    usual = find_policy_dtypes(None, platform or where.platform, get_policy_type(config.type).accelerator_dtype)[0].name
+
+    def build(dtype: str) -> Policy:
+        if like is not None and (like.dtype, like.device) == (dtype, where.name) and like.fits(checkpoint):
+            return like.with_weights(checkpoint, prompt_cut)
+        return Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut, platform=platform)
+
+    # The matrices of a bundle were tested when it was exported.
+    if dtype in (None, *DTYPES) or checkpoint.bundle is not None:
+        policy = build(dtype or usual)
     else:
-        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut, platform=platform)
+        names = AUTO_DTYPES.get(platform or where.platform, ()) if dtype == AUTO else (dtype,)
+        policy = gates.build_gated(build, checkpoint, names, usual, where, action_error, may_fall_back=dtype == AUTO)
     policy.commit = commit
     report("ready")
     return policy

@@ -24,6 +24,7 @@ from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import Placement, use_exact_products
 from jaxmodels.memory import Demand, measure_program
 from jaxmodels.normalization import Affine, Normalization
+from jaxmodels.quantization import join_scales
 from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
@@ -252,6 +253,10 @@ class Programs:
         """Return the number of numbers in the serving weights."""
         return sum(math.prod(shape.shape) for shape in self.weights.values())
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the serving weights."""
+        return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in self.weights.values())
+
     def has(self, inputs: Inputs) -> bool:
         return inputs in self._compiled
 
@@ -331,8 +336,8 @@ class Programs:
         shardings = self.placement.shard_weights([np.shape(array) for array in arrays])
         return Weights(tuple(jax.device_put(arrays, shardings)), jax.device_put(scales, self.placement.replicated))
 
-    def _name(self, arrays: tuple[Array, ...]) -> dict[str, Array]:
-        return dict(zip(self.weights, arrays, strict=True))
+    def _name(self, arrays: tuple[Array, ...]) -> dict[str, Any]:
+        return join_scales(dict(zip(self.weights, arrays, strict=True)), self.dtype)
 
     def _prepare(self, scales: Scales, raw: Observation) -> Prepared:
         observation = raw if self.joint_map is None else self.joint_map.read(raw)

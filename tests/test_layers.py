@@ -42,9 +42,9 @@ LAYERS = {
     ),
     "hooks": ("errors threads < payload database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (
-        "errors _lazy < ranges < types cache_dirs < normalization devices hub_process weights < hub < hub_download"
-        " < layers samplers < memory < checkpoints < text < transformer2d vlm data < policies < program"
-        " < observations < policy < training"
+        "errors _lazy < ranges < types cache_dirs < normalization devices hub_process weights < quantization < hub"
+        " < hub_download < layers samplers < memory < checkpoints < text < transformer2d vlm data < policies < program"
+        " < observations gates < policy < training"
     ),
     "robojax": "client < robot < sim < cli",
 }

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmodels.layers.feed_forward import dropout, split_rows
+from jaxmodels.quantization import QUANTIZABLE
 
 Queries: TypeAlias = Float[Array, "b n heads k"]
 Keys: TypeAlias = Float[Array, "b m heads k"]
@@ -231,10 +232,10 @@ class Attention(nnx.Module):
     def __init__(self, width: int, heads: int, *, rate: float = 0.0, rngs: nnx.Rngs):
         self.heads = heads
         self.rate = rate
-        self.query = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs)
-        self.key = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs)
-        self.value = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs)
-        self.out = nnx.Linear(width, width, kernel_init=_xavier_init, rngs=rngs)
+        self.query = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs, **QUANTIZABLE)
+        self.key = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs, **QUANTIZABLE)
+        self.value = nnx.Linear(width, width, kernel_init=_joint_init, rngs=rngs, **QUANTIZABLE)
+        self.out = nnx.Linear(width, width, kernel_init=_xavier_init, rngs=rngs, **QUANTIZABLE)
 
     def __call__(
         self,

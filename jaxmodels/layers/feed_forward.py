@@ -11,6 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxmodels.quantization import QUANTIZABLE, multiply
+
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
     """Apply `nnx.Dropout` with the stream ``dropout`` of `rngs`; without `rngs` return `x`.
@@ -100,7 +102,7 @@ class FeedForward(nnx.Module):
         self.activation = activation.function
         self.rate = rate
         init = nnx.initializers.xavier_uniform()
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype, **QUANTIZABLE}
         self.up = nnx.Linear(
             width, hidden, kernel_init=init, kernel_metadata=_UP, bias_metadata=_UP_BIAS, rngs=rngs, **dtypes
         )
@@ -146,7 +148,7 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (out, width), jnp.float32), **metadata)
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... e"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight[...])
+        return multiply(x, self.weight[...], 1)
 
 
 class GatedFeedForward(nnx.Module):

@@ -43,7 +43,10 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
 RENAME_HELP = "Camera's name in the policy and in the robot or recording, as camera1=front; repeatable"
 
 LEROBOT_HELP = "LeRobot version whose format of pi0 and pi0.5 applies: 0.4 or 0.6; default: robojax.json's, else 0.6"
-DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32"
+DTYPE_HELP = (
+    "float32, bfloat16, int8, fp8, int8-weights or auto; default: bfloat16 for smolvla, pi0 and pi05 on an "
+    "accelerator, else float32"
+)
 
 
 def read_rename(given: Sequence[str] | None) -> dict[str, str]:

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, print_table, read_rename
+from robojax.cli.gates import Gates, measure_gates, show_gates
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from service.inference.loaded_policy import Policy as ServedPolicy
 
 
+SMALL_DTYPES = ("int8", "fp8", "int8-weights")
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 
 
@@ -157,6 +160,15 @@ def check(
     limits: Annotated[
         str | None, typer.Option(help="TOML or URDF file with limits of motion; default: the settings' file")
     ] = None,
+    observations: Annotated[
+        Path | None, typer.Option(help="Recording or dataset for the gates of int8 and fp8; default: seeded values")
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="Episodes of the simulated arm for the gates of int8 and fp8")
+    ] = 40,
+    action_error_percent: Annotated[
+        float, typer.Option(min=0, max=100, help="Largest error of actions of int8 and fp8, in % of a joint's range")
+    ] = 0.5,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Number of inferences to time")] = 100,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
@@ -166,7 +178,9 @@ def check(
 
     Also shows models of diffusers (Transformer2DModel, DiT, PixArt): type, inputs, speed.
 
-    Exit code 1 if a policy is too slow, 3 if it cannot be loaded.
+    With --dtype int8, fp8 or int8-weights, also shows whether the policy passes the gates of quantized policies.
+
+    Exit code 1 if a policy is too slow or fails a gate, 3 if it cannot be loaded.
     """
     from rich.console import Console
 
@@ -176,10 +190,13 @@ def check(
     def show_stage(stage: str) -> None:
         status.update(f"{stage} {policy} ...")
 
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "on_progress": show_stage}
+    is_small = dtype in SMALL_DTYPES
+    options: dict[str, Any] = {"dtype": None if is_small else dtype, "device": device, "on_progress": show_stage}
+    gates: Gates | None = None
     try:
         with Console(stderr=True, highlight=False).status("importing JAX ...") as status:
             if _is_model(policy, revision, subfolder, prefix):
+                options["dtype"] = dtype  # Models are not quantized, which their error says.
                 model = jaxmodels.load_model(policy, revision, subfolder=subfolder, prefix=prefix, **options)
                 status.update("compiling and timing ...")
                 speed = measure_model(model, runs)
@@ -188,10 +205,16 @@ def check(
                 return
             names = read_rename(rename)
             loaded = jaxmodels.load_policy(policy, revision, rename=names, lerobot=lerobot_version, **options)
+            reference = loaded
+            if is_small:
+                loaded = jaxmodels.Policy(loaded.checkpoint, dtype=dtype, device=device)
             status.update("compiling and timing ...")
             speed = measure_policy(loaded, runs)
             status.update("compiling and timing its parts ...")
             parts = loaded.profile_stages(min(runs, 10))
+            if is_small:
+                status.update("comparing actions and success ...")
+                gates = measure_gates(loaded, reference, observations, episodes, action_error_percent / 100)
     except JaxModelsError as error:
         then = "docs/policies/checkpoints.md describes the folder of a policy"
         if isinstance(error, HubError):
@@ -203,11 +226,14 @@ def check(
     motion = _limits(requirements, limits)
     verdict = assess_speed(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
-        typer.echo(json.dumps(_facts(loaded, speed, verdict, parts) | motion, indent=2))
+        of_gates = {} if gates is None else {"gates": gates.as_json()}
+        typer.echo(json.dumps(_facts(loaded, speed, verdict, parts) | of_gates | motion, indent=2))
     else:
         _show(loaded, speed, verdict, parts)
         _show_limits(motion["limits"], motion["unmatched"])
-    if verdict.fit == "does not fit":
+        if gates is not None:
+            show_gates(gates)
+    if verdict.fit == "does not fit" or (gates is not None and not gates.passed):
         raise typer.Exit(Code.CHECK)
 
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 import jaxmodels
 from jaxmodels.types import TASK
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, LIFTED, RATE, SimulatedArm
-from robojax.sim.tasks import PICK, Outcome, Score, Task
+from robojax.sim.tasks import PICK, Outcome, Score, Task, fisher
 
 REPORT, FILMS = "eval.json", "films"
 PACKAGES = ("robojax", "jax", "jaxlib", "flax", "numpy", "mujoco", "aiortc", "av")
@@ -168,6 +168,35 @@ def _observation(arm: SimulatedArm, picture: np.ndarray, reads_language: bool) -
         f"observation.images.{CAMERA}": picture[None],
     }
     return observation | ({TASK: np.array([arm.target_cube.instruction])} if reads_language else {})
+
+
+CHANCE = 0.05
+
+
+@dataclass(frozen=True)
+class SuccessGate:
+    """Comparison of two policies' success in the same episodes.
+
+    Attributes:
+        lifted, reference_lifted: successes of the quantized policy and of the reference.
+        probability: of as few successes, if both are equally good (`fisher`).
+    """
+
+    episodes: int
+    lifted: int
+    reference_lifted: int
+    probability: float
+
+    @property
+    def passed(self) -> bool:
+        return self.probability >= CHANCE
+
+
+def compare_success(policy: "jaxmodels.Policy", reference: "jaxmodels.Policy", seeds: Sequence[int]) -> SuccessGate:
+    """Play the same episodes of the task ``pick`` with both policies; errors as in `evaluate`."""
+    lifted, expected = (sum(outcome.lifted for outcome in evaluate(each, seeds)) for each in (policy, reference))
+    count = len(seeds)
+    return SuccessGate(count, lifted, expected, fisher(lifted, count, expected, count))
 
 
 def film_name(outcome: Outcome) -> str:

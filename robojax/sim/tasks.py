@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import combinations
+from math import comb
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -148,6 +149,18 @@ class Score:
     def __str__(self) -> str:
         wrong = f", {self.wrong} times a wrong one" if self.wrong else ""
         return f"{self.lifted} of {self.done} cubes lifted{wrong}"
+
+
+def fisher(successes: int, trials: int, other_successes: int, other_trials: int) -> float:
+    """Return the probability of as few successes or fewer, if both success rates are equal (Fisher's exact test).
+
+    Example:
+        >>> round(fisher(15, 20, 20, 20), 3)
+        0.024
+    """
+    total, both = trials + other_trials, successes + other_successes
+    ways = sum(comb(trials, count) * comb(other_trials, both - count) for count in range(min(successes, both) + 1))
+    return ways / comb(total, both)
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

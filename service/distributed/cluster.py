@@ -168,6 +168,7 @@ class ClusterEngine:
         self._policies, self._settings, self._server_name = policies, settings, server_name
         options = EngineOptions(
             dtype=policies.dtype,
+            action_error=policies.action_error_percent / 100,
             devices=policies.devices or ((policies.device,) if policies.device else ()),
             together=policies.placement == "shard",
             batch_sizes=policies.engine_batch_sizes,

@@ -150,6 +150,7 @@ class EngineHost:
             like=like,
             on_progress=on_progress,
             inspect=files.check,
+            action_error=self._options.action_error,
         )
 
     def _describe(self, sha: str, cached: _CachedPolicy) -> Loaded:

@@ -171,6 +171,7 @@ class LocalEngines:
         self.engines.open(engine)
         options = EngineOptions(
             dtype=policies.dtype,
+            action_error=policies.action_error_percent / 100,
             batch_sizes=policies.engine_batch_sizes,
             stuck_after=policies.stuck_after,
             load_timeout=policies.load_timeout,

@@ -31,11 +31,13 @@ class EngineOptions:
     """How an engine runs policies; from the settings of these names.
 
     Attributes:
+        action_error: largest error of a quantized policy's actions, as a share of a joint's range.
         together: whether a policy is spread over all devices.
         resources: what Ray reserves for an engine, as the setting `engine_resources`.
     """
 
     dtype: str | None = None
+    action_error: float = 0.005
     devices: Sequence[str] = ()
     together: bool = False
     batch_sizes: Sequence[int] = (1,)

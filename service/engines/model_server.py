@@ -197,7 +197,11 @@ class ModelServer:
         self._host = ModelProcess() if self._load_model is None else ModelHost(self._load_model)
         policies = self._policies
         facts = await self._host.begin(
-            self.settings.model_dump(), policies.dtype, policies.device, policies.load_memory, self.answer_deadline
+            self.settings.model_dump(),
+            policies.dtype if policies.dtype in ("float32", "bfloat16") else None,  # Models are not quantized.
+            policies.device,
+            policies.load_memory,
+            self.answer_deadline,
         )
         self._models = {name: ServedModel(name, facts[name]) for name in self.settings.models}
 

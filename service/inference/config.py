@@ -14,9 +14,18 @@ class PolicySettings(Group):
     device: Common[str | None] = Field(
         default=None, description="Device of policies: cpu, gpu, cuda:1, tpu:0; default: JAX's choice"
     )
-    dtype: Common[Literal["float32", "bfloat16"] | None] = Field(
+    dtype: Common[Literal["float32", "bfloat16", "int8", "fp8", "int8-weights", "auto"] | None] = Field(
         default=None,
-        description="Precision of policies; default: bfloat16 for smolvla, pi0 and pi05 on accelerators, else float32",
+        description="Precision of policies; default: bfloat16 for smolvla, pi0 and pi05 on accelerators, else float32. "
+        "int8 and fp8 quantize large matrices and their activations, int8-weights only the matrices, if the actions "
+        "stay within action_error_percent; auto: what passes of these on an accelerator",
+    )
+    action_error_percent: FiniteFloat = Field(
+        default=0.5,
+        gt=0,
+        le=100,
+        description="Largest difference of a quantized policy's actions from the unquantized policy's, in % of each "
+        "joint's range; a policy with larger differences is refused",
     )
     compile_cache: Common[Private[str | None]] = Field(
         default=None,

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,27 +127,19 @@ def replay_recording(
         PolicyMismatch: the policy does not fit the recording.
         RecordingError: the recording cannot be read, or is empty.
     """
-    requirements = policy.requirements
-    check_policy(source.info, requirements)
-    stride = every or requirements.action_steps
+    stride = every or policy.requirements.action_steps
     report = ReplayReport(source.info)
     actions: list[np.ndarray] = []
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
-    # The recording may have several ticks per step of the policy.
-    ticks_per_step = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
-    observations: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * ticks_per_step + 1)
-    for step in source.steps():
+    for step, observation in read_observations(source, policy.requirements, stride):
         if step.episode != episode:
             _finish_episode(report, actions, chunks, stride)
             actions, chunks, episode = [], {}, step.episode
-            observations.clear()
         chunk = None
-        if requirements.observation_steps > 1 or len(actions) % stride == 0:
-            observations.append(_build_observation(step, requirements))
-        if len(actions) % stride == 0:
+        if observation is not None:
             began = time.perf_counter()
-            chunk = policy.act(_with_history(observations, requirements, ticks_per_step))[0]
+            chunk = policy.act(observation)[0]
             report.seconds.append(time.perf_counter() - began)
             chunks[len(actions)] = chunk
         actions.append(step.action)
@@ -156,6 +148,31 @@ def replay_recording(
     if not report.episodes:
         raise RecordingError("there is nothing to play: no command was recorded together with frames of all cameras")
     return report
+
+
+def read_observations(
+    source: StepSource, requirements: Requirements, stride: int
+) -> Iterator[tuple[Step, dict[str, np.ndarray] | None]]:
+    """Yield every step, with the policy's observation at each ``stride``-th tick of an episode.
+
+    Raises:
+        PolicyMismatch: the policy does not fit the recording.
+        RecordingError: the recording cannot be read.
+    """
+    check_policy(source.info, requirements)
+    # The recording may have several ticks per step of the policy.
+    ticks_per_step = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
+    observations: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * ticks_per_step + 1)
+    episode, tick = None, 0
+    for step in source.steps():
+        if step.episode != episode:
+            episode, tick = step.episode, 0
+            observations.clear()
+        is_due = tick % stride == 0
+        if requirements.observation_steps > 1 or is_due:
+            observations.append(_build_observation(step, requirements))
+        yield step, _with_history(observations, requirements, ticks_per_step) if is_due else None
+        tick += 1
 
 
 def _finish_episode(

@@ -27,6 +27,7 @@ from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
 from jaxmodels.policies import ActStage
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
+from jaxmodels.quantization import multiply
 from jaxmodels.samplers import ddim, ddpm
 from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
@@ -97,7 +98,7 @@ class TimeConvolution(nnx.Module):
     def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t2 d"]:
         size, inputs, outputs = self.kernel.shape
         windows = shift_time(x, size, self.stride)
-        return windows @ self.kernel[...].reshape(size * inputs, outputs) + self.bias[...]
+        return multiply(windows, self.kernel[...].reshape(size * inputs, outputs), 0) + self.bias[...]
 
 
 class Upsample(nnx.Module):

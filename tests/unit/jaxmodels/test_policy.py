@@ -193,8 +193,8 @@ def test_bfloat16_is_requested_by_name_and_close(config, checkpoint_of, observat
     assert found.dtype == np.float32
     assert not np.array_equal(found, wanted)
     np.testing.assert_allclose(found, wanted, atol=0.1)
-    with pytest.raises(ConfigError, match="dtype is 'int8'; wanted one of float32, bfloat16"):
-        jaxmodels.Policy(checkpoint, dtype="int8")
+    with pytest.raises(ConfigError, match="dtype is 'int4'; wanted one of float32, bfloat16, int8, fp8, "):
+        jaxmodels.Policy(checkpoint, dtype="int4")
 
 
 @pytest.mark.parametrize("name", ["abacus", "cpu:99", "cpu:x"])

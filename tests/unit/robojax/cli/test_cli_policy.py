@@ -1,6 +1,7 @@
 """The shipped policy: the output of `check`, and a server that ends during or after loading."""
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -35,6 +36,26 @@ def test_check_describes_a_policy_and_its_fit(call, tmp_path):
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
     statistics = found["requirements"]["state_statistics"]
     assert (statistics["mean"][3], statistics["std"][3]) == pytest.approx((78.1, 11.7), abs=0.1)
+
+
+def test_check_prints_the_gates_of_a_quantized_policy(call, tmp_path):
+    flags = ("--dtype", "int8", "--runs", "5", "--episodes", "1")
+    done = call("check", POLICY, *flags, "--action-error-percent", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    gates = found["gates"]
+    assert (found["dtype"], gates["passed"], gates["actions"]["reference"]) == ("int8", True, "float32")
+    assert [joint["joint"] for joint in gates["actions"]["joints"]] == found["requirements"]["joint_names"]
+    assert all(0 < joint["share"] < 0.02 for joint in gates["actions"]["joints"])
+    assert gates["success"] == {"episodes": 1, "lifted": 1, "reference_lifted": 1, "probability": 1.0}
+    assert call("record-demo", "pick", "--episodes", "1", "--workers", "1").returncode == 0
+    done = call("check", POLICY, *flags[:-1], "0", "--observations", "pick")
+    assert done.returncode == 1, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "difference of int8 from float32, in the unit of the policy's actions, over" in text
+    assert "observations of pick" in text
+    assert re.search(r"Wrist_Pitch 0\.\d{4} [01]\.\d{3} 0\.5 failed", text)
+    assert "gate of success: not run, because no episodes were asked for" in text
 
 
 def test_check_reports_missing_joint_names(call, tmp_path):

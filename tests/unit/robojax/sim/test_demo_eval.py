@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from robojax.cli.sim import evaluate as command
 from robojax.cli.sim import select_policy
-from robojax.sim.evaluation import Evaluation, hash_policy_files
-from robojax.sim.tasks import PICK, TWO_CUBES, Outcome, Score, wilson
+from robojax.sim.evaluation import Evaluation, SuccessGate, hash_policy_files
+from robojax.sim.tasks import PICK, TWO_CUBES, Outcome, Score, fisher, wilson
 from tests.unit.robojax.sim.conftest import run_robojax
 
 
@@ -99,6 +99,16 @@ def test_policy_without_an_evaluation_is_explained(refused: Callable[..., Result
 def test_score_before_the_first_episode_is_empty():
     assert Score().interval == (0.0, 1.0)
     assert str(Score()) == "0 of 0 cubes lifted"
+
+
+@pytest.mark.parametrize(("lifted", "expected"), [(40, 40), (36, 40), (34, 40), (0, 40), (0, 0), (40, 30)])
+def test_fewer_successes_are_tested_by_fishers_exact_test(lifted: int, expected: int):
+    from scipy.stats import fisher_exact
+
+    table = [[lifted, 40 - lifted], [expected, 40 - expected]]
+    probability = fisher_exact(table, alternative="less").pvalue
+    assert fisher(lifted, 40, expected, 40) == pytest.approx(probability, abs=1e-12)
+    assert SuccessGate(40, lifted, expected, fisher(lifted, 40, expected, 40)).passed == (probability >= 0.05)
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 1), (1, 1), (17, 20), (36, 40), (40, 40), (0, 40), (96, 100)])
