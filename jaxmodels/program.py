@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -24,6 +25,8 @@ from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
 Weights: TypeAlias = tuple[jax.Array, ...]
+for _kind in (Observation, Prefix, Language):
+    jax.export.register_namedtuple_serialization(_kind, serialized_name=f"jaxmodels.{_kind.__name__}")
 # A spread or range that is smaller, relative to the number's size, is rounding in float32.
 STILL = 1e-6
 
@@ -219,7 +222,7 @@ class Programs:
             return compiled  # This needs no lock, which another compilation may hold for seconds.
         with self._lock:  # Two threads that need the same program wait for one compilation.
             if inputs not in self._compiled:
-                traced = self._trace_chunk(inputs)
+                traced = self.trace_chunk(inputs)
                 demand = self._demands[inputs] = measure_program(traced.jaxpr, self.placement.platform)
                 if check is not None:
                     check(demand)
@@ -230,7 +233,7 @@ class Programs:
         """Return memory and operations of the program for these shapes, which is traced if it is not compiled."""
         with self._lock:
             if inputs not in self._demands:
-                traced = self._trace_chunk(inputs)
+                traced = self.trace_chunk(inputs)
                 self._demands[inputs] = measure_program(traced.jaxpr, self.placement.platform)
             return self._demands[inputs]
 
@@ -265,11 +268,15 @@ class Programs:
         return normalize(observation, scales, self.sizes, self.dtype, self.relative)
 
     def compile_stages(self, stages: Sequence[Callable[..., Any]], inputs: Inputs) -> list[jax.stages.Compiled]:
-        """Compile parts: ``(flat weights and scales, observation, result of the stage before) -> result``.
+        """Compile parts: ``(flat weights and scales, observation, result of the stage before) -> result``."""
+        return [self._compile(traced) for traced in self.trace_stages(stages, inputs)]
+
+    def trace_stages(self, stages: Sequence[Callable[..., Any]], inputs: Inputs) -> list[jax.stages.Traced]:
+        """Trace parts for `compile_stages`.
 
         Each stage takes serving weights, a normalised observation and the stage before's result (None for the first).
         """
-        compiled: list[jax.stages.Compiled] = []
+        every: list[jax.stages.Traced] = []
         observation, given = inputs.shapes(self.placement.replicated), None
         for stage in stages:
 
@@ -277,24 +284,34 @@ class Programs:
                 weights, scales = self._unflatten(flat)
                 return stage(weights, self._normalize(self._read_joints(raw), scales), given)
 
-            compiled.append(self._compile(self._trace(run, observation, given)))
+            every.append(self._trace(run, observation, given))
             given = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.placement.replicated),
-                compiled[-1].out_info,
+                every[-1].out_info,
             )
-        return compiled
+        return every
 
-    def _trace_chunk(self, inputs: Inputs) -> jax.stages.Traced:
-        def run(flat: tuple[Array, ...], observation: Observation) -> Array:
-            weights, scales = self._unflatten(flat)
-            observation = self._read_joints(observation)
-            normalized = self._normalize(observation, scales)
-            chunk = scales.action.unnormalize(self.act(weights, normalized).astype(jnp.float32))
-            if self.relative is not None:
-                chunk = chunk + get_origin(observation.state, self.relative)
-            return chunk if self.joint_map is None else self.joint_map.write_actions(chunk)
+    def trace_chunk(self, inputs: Inputs) -> jax.stages.Traced:
+        """Trace the program of `get_program`."""
+        return self._trace(self._run_chunk, inputs.shapes(self.placement.replicated))
 
-        return self._trace(run, inputs.shapes(self.placement.replicated))
+    def export(self, inputs: Inputs, platform: str) -> jax.export.Exported:
+        """Lower the program of `get_program` to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent.
+
+        JAX cannot lower a kernel of one platform for several platforms at once.
+        """
+        with use_exact_products(self.dtype):
+            lower = jax.export.export(jax.jit(self._run_chunk), platforms=[platform])
+            return lower(self.describe_weights(), inputs.shapes(self.placement.replicated))
+
+    def _run_chunk(self, flat: tuple[Array, ...], observation: Observation) -> Array:
+        weights, scales = self._unflatten(flat)
+        observation = self._read_joints(observation)
+        normalized = self._normalize(observation, scales)
+        chunk = scales.action.unnormalize(self.act(weights, normalized).astype(jnp.float32))
+        if self.relative is not None:
+            chunk = chunk + get_origin(observation.state, self.relative)
+        return chunk if self.joint_map is None else self.joint_map.write_actions(chunk)
 
     def _compile_reading(self, length: int) -> jax.stages.Compiled:
         read, names = self.read, list(self.weights)
@@ -314,6 +331,11 @@ class Programs:
             return traced.lower().compile()
 
     def _trace(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
+        with use_exact_products(self.dtype):
+            return jax.jit(run, out_shardings=self.placement.replicated).trace(self.describe_weights(), *shapes)
+
+    def describe_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return shapes and shardings of the flat weights and scales."""
         whole = self.placement.replicated
         weights = self.weights.values()
         flat = [
@@ -323,6 +345,4 @@ class Programs:
             )
         ]
         leaves = jax.tree.leaves(self.scales)
-        flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]
-        with use_exact_products(self.dtype):
-            return jax.jit(run, out_shardings=whole).trace(tuple(flat), *shapes)
+        return (*flat, *(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves))
