@@ -33,6 +33,7 @@ from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, build_scales
 from jaxmodels.ranges import shorten_value
+from jaxmodels.roofline import ChunkWork, count_work
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
     CUT_AS_LEROBOT,
@@ -539,13 +540,13 @@ class Policy:
         self._run(program, zeros)
         return time.perf_counter() - start
 
-    def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
+    def profile_stages(self, runs: int = 10, batch: int = 1) -> tuple[StageTime, ...]:
         """Measure each part of `act` as a separate program on a batch of zeros; median of `runs`."""
-        inputs = self._reader.inputs(1, None)
+        inputs = self._reader.inputs(batch, None)
         zeros = self._make_zeros(inputs)
         config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
         if not self._kind.stages:
-            return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
+            return (StageTime("chunk", float(np.median([self.profile(batch) for _ in range(runs)])), 1),)
         programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
         times, given = [], None
         for stage, program in zip(self._kind.stages, programs, strict=True):
@@ -558,6 +559,24 @@ class Policy:
             times.append(StageTime(stage.name, float(np.median(seconds)), stage.count(config)))
             given = result
         return tuple(times)
+
+    def count_work(self, batch: int = 1, dtype: str | None = None) -> ChunkWork:
+        """Count the operations and bytes of each part of `act` on an accelerator, which may be absent.
+
+        Args:
+            dtype: ``float32`` or ``bfloat16``; None for the type's own on an accelerator.
+
+        Raises:
+            ConfigError: the dtype is unknown.
+            ObservationError: the batch is out of range.
+        """
+        config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
+        served = find_dtype(dtype, "gpu", self._kind.accelerator_dtype)
+        weights = self._kind.prepare(config, self.checkpoint.weights, "gpu")
+        shapes = {name: jax.ShapeDtypeStruct(np.shape(array), served) for name, array in sorted(weights.items())}
+        stages = {stage.name: partial(stage.run, plan) for stage in self._kind.stages}
+        programs = replace(self._programs, weights=shapes, dtype=served)
+        return count_work(programs, stages, self._reader.inputs(batch, None))
 
     def count_parameters(self) -> dict[str, int]:
         """Count the numbers in the weights by part of the network, such as ``vision``."""
