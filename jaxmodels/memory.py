@@ -6,10 +6,11 @@ A policy that does not fit is refused, because a host without memory may kill th
 import math
 import re
 import resource
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, is_dataclass
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
@@ -38,27 +39,48 @@ _WITHOUT_BUFFER = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_d
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes of a program's live values (`activations`) without its arguments, and its multiplications and additions."""
+    """What a program needs.
+
+    Attributes:
+        activations: bytes of live values, without the arguments.
+        operations: multiplications and additions.
+        traffic: bytes that are read from memory at least: arguments, and what a loop reads again in each step.
+    """
 
     activations: int
     operations: int
+    traffic: int = 0
+
+
+class _Measured(NamedTuple):
+    """Most bytes of live values, operations, bytes read of each argument, and bytes of own values read again."""
+
+    live: int
+    operations: int
+    reads: list[int]
+    again: int
 
 
 def measure_program(jaxpr: Any, platform: str = "cpu") -> Demand:
-    """Measure a traced program for a platform without compiling it; a loop of unknown length counts once."""
-    live, operations = _measure(getattr(jaxpr, "jaxpr", jaxpr), {platform, *PLATFORM_NAMES.get(platform, ())})
-    return Demand(int(MARGIN * live), operations)
+    """Measure a traced program for a platform without compiling it; a loop of unknown length counts once.
+
+    Args:
+        platform: JAX's name of the platform, e.g. ``gpu``; other names take the default branches.
+    """
+    found = _measure(getattr(jaxpr, "jaxpr", jaxpr), {platform, *PLATFORM_NAMES.get(platform, ())})
+    return Demand(int(MARGIN * found.live), found.operations, sum(found.reads) + found.again)
 
 
-def _measure(jaxpr: Any, platforms: Set[str]) -> tuple[int, int]:
-    """Return the most bytes of values that are live at the same time, and the operations."""
-    last_use = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if isinstance(var, core.Var)}
-    last_use |= {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, core.Var)}
+def _measure(jaxpr: Any, platforms: Set[str]) -> _Measured:
+    eqns = _list_used(jaxpr)
+    last_use = {var: i for i, eqn in enumerate(eqns) for var in filter(_is_variable, eqn.invars)}
+    last_use |= {var: len(eqns) for var in filter(_is_variable, jaxpr.outvars)}
     held: dict[Any, int] = {}
     branches: dict[Any, int] = {}  # Values that depend on the platform alone, to the branch that they choose.
-    live = most = operations = 0
-    for i, eqn in enumerate(jaxpr.eqns):
-        name, inputs = eqn.primitive.name, [var for var in eqn.invars if isinstance(var, core.Var)]
+    reads: dict[Any, int] = {}
+    live = most = operations = again = 0
+    for i, eqn in enumerate(eqns):
+        name, inputs = eqn.primitive.name, list(filter(_is_variable, eqn.invars))
         if name == "platform_index":
             places = enumerate(eqn.params["platforms"])
             branches[eqn.outvars[0]] = next(i for i, names in places if names is None or platforms & set(names))
@@ -69,14 +91,50 @@ def _measure(jaxpr: Any, platforms: Set[str]) -> tuple[int, int]:
             inner = inner[branches[eqn.invars[0]] :][:1]
         measured = [_measure(program, platforms) for program in inner]
         times = eqn.params["length"] if name == "scan" else 1
-        operations += times * max((count for _, count in measured), default=0) + _count_operations(eqn)
+        operations += times * max((found.operations for found in measured), default=0) + _count_operations(eqn)
+        again += times * max((found.again for found in measured), default=0)
+        for var, size in zip(eqn.invars, _list_reads(eqn, measured, times), strict=True):
+            if _is_variable(var):
+                reads[var] = max(size, reads.get(var, 0))
         if name not in _WITHOUT_BUFFER:
-            held |= {var: math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars}
+            held |= {var: _count_bytes(var) for var in eqn.outvars}
         before, live = live, sum(held.values())
-        most = max(most, live, before + max((size for size, _ in measured), default=0))
+        most = max(most, live, before + max((found.live for found in measured), default=0))
         held = {var: size for var, size in held.items() if last_use.get(var, -1) > i}
         live = sum(held.values())
-    return most, operations
+    arguments = [reads.pop(var, 0) for var in jaxpr.invars]
+    # A value that is read once may stay in a cache; only loops read a value more than once.
+    return _Measured(most, operations, arguments, again + sum(n for var, n in reads.items() if n > _count_bytes(var)))
+
+
+def _list_used(jaxpr: Any) -> list[Any]:
+    """Return the equations that the results depend on, in order."""
+    needed, used = set(filter(_is_variable, jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            used.insert(0, eqn)
+            needed.update(filter(_is_variable, eqn.invars))
+    return used
+
+
+def _list_reads(eqn: Any, measured: Sequence[_Measured], times: int) -> list[int]:
+    """Return the bytes that an equation reads of each input; a loop reads its constants in every step."""
+    sizes = [_count_bytes(var) for var in eqn.invars]
+    if eqn.primitive.name in ("gather", "dynamic_slice"):
+        sizes[0] = _count_bytes(eqn.outvars[0])
+    # The arguments of an inner program are the last inputs of its equation. A kernel's are others.
+    if measured and all(len(found.reads) <= len(sizes) for found in measured):
+        inner = [times * max(each) for each in zip_longest(*(reversed(found.reads) for found in measured), fillvalue=0)]
+        sizes[len(sizes) - len(inner) :] = reversed(inner)
+    return sizes
+
+
+def _is_variable(var: Any) -> bool:
+    return isinstance(var, core.Var)
+
+
+def _count_bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def _list_inner(eqn: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from jaxmodels import gates, observations
 from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.checkpoints.bundle import Manifest, install_executables
 from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
-from jaxmodels.devices import DTYPES, PLATFORMS, Placement, find_placement
+from jaxmodels.devices import DTYPES, PLATFORMS, Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
@@ -43,6 +43,7 @@ from jaxmodels.quantization import (
     quantize_weights,
 )
 from jaxmodels.ranges import shorten_value
+from jaxmodels.roofline import ChunkWork, count_work
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
     CUT_AS_LEROBOT,
@@ -593,9 +594,9 @@ class Policy:
         self._run(program, zeros)
         return time.perf_counter() - start
 
-    def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
+    def profile_stages(self, runs: int = 10, batch: int = 1) -> tuple[StageTime, ...]:
         """Measure each part of `act` on a batch of zeros; median of `runs`."""
-        inputs = self._reader.inputs(1, None)
+        inputs = self._reader.inputs(batch, None)
         program, zeros, weights = self._program(inputs), self._make_zeros(inputs), self._weights
 
         def measure(run: Callable[[], Any]) -> tuple[Any, float]:
@@ -616,6 +617,25 @@ class Policy:
             count = stage.count(self.checkpoint.config)
             times.append(StageTime(stage.name, seconds / count, count))
         return tuple(times)
+
+    def count_work(self, batch: int = 1, dtype: str | None = None) -> ChunkWork:
+        """Count the operations and bytes of each part of `act` on an accelerator, which may be absent.
+
+        Args:
+            dtype: ``float32`` or ``bfloat16``; None for the type's own on an accelerator.
+
+        Raises:
+            ConfigError: the dtype is unknown.
+            ObservationError: the batch is out of range.
+        """
+        served = find_dtype(dtype, "gpu", self._kind.accelerator_dtype)
+        prepare = partial(self._kind.prepare, self.checkpoint.config, platform="gpu")
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape.shape, np.float32 if name.startswith(CONSTANTS) else served)
+            for name, shape in sorted(jax.eval_shape(prepare, dict(self.checkpoint.weights)).items())
+        }
+        inputs = replace(self._reader.inputs(batch, None), prefix=None)  # A chunk that continues no plan.
+        return count_work(replace(self._programs, weights=shapes, dtype=served), inputs)
 
     def count_parameters(self) -> dict[str, int]:
         """Count the numbers in the weights by part of the network, such as ``vision``."""

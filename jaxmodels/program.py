@@ -8,7 +8,7 @@ architecture runs in the same executables.
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -30,6 +30,8 @@ from jaxmodels.types import Language, Observation, Prefix
 Size: TypeAlias = tuple[int, int]
 # (serving weights by name, normalised observation, result of the stage before or None) to a result.
 RunStage: TypeAlias = Callable[[Mapping[str, Array], "Observation", Any], Any]
+for _kind in (Observation, Prefix, Language):
+    jax.export.register_namedtuple_serialization(_kind, serialized_name=f"jaxmodels.{_kind.__name__}")
 # A spread or range that is smaller, relative to the number's size, is rounding in float32.
 STILL = 1e-6
 
@@ -274,10 +276,11 @@ class Programs:
                 shapes = inputs.shapes(self.placement.replicated) if prepare is None else prepare.out_info
                 key = _identify(shapes)
                 stages = {} if key in self._stages else self._trace_stages(shapes)
-                demand = self._measure(prepare, stages)
+                traced = [one for one in (prepare, *stages.values()) if one is not None]
+                demand = self._measure(traced)
                 if check is not None:
                     check(demand)
-                compiled = self._compile([traced for traced in (prepare, *stages.values()) if traced is not None])
+                compiled = self._compile(traced)
                 first = None if prepare is None else compiled.pop(0)
                 if stages:
                     self._demands[inputs] = demand
@@ -289,14 +292,16 @@ class Programs:
         """Return memory and operations of the program for these shapes, which is traced if it is not compiled."""
         with self._lock:
             if inputs not in self._demands:
-                prepare = self._trace_preparation(inputs)
-                self._demands[inputs] = self._measure(prepare, self._trace_stages(prepare.out_info))
+                self._demands[inputs] = self._measure(self.trace(inputs).values())
             return self._demands[inputs]
 
-    def _measure(self, prepare: jax.stages.Traced | None, stages: Mapping[str, jax.stages.Traced]) -> Demand:
-        platform = self.placement.platform
-        traced = [one for one in (prepare, *stages.values()) if one is not None]
-        parts = [measure_program(one.jaxpr, platform) for one in traced]
+    def trace(self, inputs: Inputs) -> dict[str, jax.stages.Traced]:
+        """Trace the preparation of an observation, ``frames``, and the stages, by name."""
+        prepare = self._trace_preparation(inputs)
+        return {"frames": prepare, **self._trace_stages(prepare.out_info)}
+
+    def _measure(self, traced: Iterable[jax.stages.Traced]) -> Demand:
+        parts = [measure_program(one.jaxpr, self.placement.platform) for one in traced]
         return Demand(max(part.activations for part in parts), sum(part.operations for part in parts))
 
     @property
@@ -305,7 +310,10 @@ class Programs:
         return self.placement.is_host and len(self.stages) == 1
 
     def export(self, inputs: Inputs, platform: str) -> jax.export.Exported:
-        """Lower the whole computation of a chunk to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent."""
+        """Lower the whole computation of a chunk to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent.
+
+        JAX cannot lower a kernel of one platform for several platforms at once.
+        """
 
         def run(arrays: tuple[Array, ...], scales: Scales, observation: Observation) -> Array:
             prepared = self._prepare(scales, observation)
@@ -354,7 +362,7 @@ class Programs:
         return actions if self.joint_map is None else self.joint_map.write_actions(actions)
 
     def _trace_preparation(self, inputs: Inputs) -> jax.stages.Traced:
-        return self._trace(self._prepare, self._shapes(self.scales), inputs.shapes(self.placement.replicated))
+        return self._trace_function(self._prepare, self._shapes(self.scales), inputs.shapes(self.placement.replicated))
 
     def _trace_stages(self, prepared: Any) -> dict[str, jax.stages.Traced]:
         """Trace the stages for the shapes of `Prepared`, or of the raw observation that the only stage prepares."""
@@ -375,7 +383,7 @@ class Programs:
                 result = stage(self._name(arrays), prepared.observation, given)
                 return self._finish(scales, prepared, result) if is_last else result
 
-            traced[name] = self._trace(run, self._weight_shapes(), scales, prepared, given)
+            traced[name] = self._trace_function(run, self._weight_shapes(), scales, prepared, given)
             given = self._shapes(traced[name].out_info)
         return traced
 
@@ -398,7 +406,7 @@ class Programs:
             return Language(tokens.astype(jnp.float32), is_token)
 
         ids, mask = (self._shapes(jax.ShapeDtypeStruct((1, length), kind)) for kind in (jnp.int32, jnp.bool_))
-        return self._compile([self._trace(run, self._weight_shapes(), ids, mask)])[0]
+        return self._compile([self._trace_function(run, self._weight_shapes(), ids, mask)])[0]
 
     def _compile(self, traced: Sequence[jax.stages.Traced]) -> list[jax.stages.Compiled]:
         """Compile in parallel: XLA holds no lock of the interpreter while it compiles."""
@@ -406,7 +414,7 @@ class Programs:
         with use_exact_products(self.dtype), ThreadPoolExecutor(len(traced)) as threads:
             return [compiling.result() for compiling in [threads.submit(one.lower().compile) for one in traced]]
 
-    def _trace(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
+    def _trace_function(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
         with use_exact_products(self.dtype):
             return jax.jit(run, out_shardings=self.placement.replicated).trace(*shapes)
 

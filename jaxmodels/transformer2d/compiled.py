@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.export
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -70,6 +71,11 @@ class CompiledTransformer2D:
                 use_compile_cache()
                 lowered = jax.jit(self._forward).lower(self._weights, arguments._replace(**spread), conditioning)
                 self._executables[key] = lowered.compile()
+
+    def export(self, platform: str, hidden_states: ArrayLike, **others: Any) -> jax.export.Exported:
+        """Lower the program for these shapes to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent."""
+        arguments = self._abstract(hidden_states=hidden_states, **others)
+        return jax.export.export(jax.jit(self._forward), platforms=[platform])(self._weights, *arguments)
 
     def forget(self, hidden_states: ArrayLike, **others: Any) -> None:
         """Drop the executable for these shapes."""

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -172,13 +172,18 @@ def check(
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Number of inferences to time")] = 100,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="Print the least time of each part on GPUs and TPUs instead")
+    ] = False,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes of --roofline, e.g. 1,4,16; default: 1")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Show what a policy needs, its speed on this machine, and whether it keeps a rate.
 
     Also shows models of diffusers (Transformer2DModel, DiT, PixArt): type, inputs, speed.
 
-    With --dtype int8, fp8 or int8-weights, also shows whether the policy passes the gates of quantized policies.
+    With --dtype int8, fp8 or int8-weights, also shows whether the policy passes the gates of quantized policies. With
+    --roofline, shows the least time on GPUs and TPUs instead, and the measured time if this is such a device.
 
     Exit code 1 if a policy is too slow or fails a gate, 3 if it cannot be loaded.
     """
@@ -190,13 +195,17 @@ def check(
     def show_stage(stage: str) -> None:
         status.update(f"{stage} {policy} ...")
 
-    is_small = dtype in SMALL_DTYPES
+    batches = _read_batches(batch, is_used=roofline)
+    is_small = dtype in SMALL_DTYPES and not roofline
     options: dict[str, Any] = {"dtype": None if is_small else dtype, "device": device, "on_progress": show_stage}
     gates: Gates | None = None
     try:
         with Console(stderr=True, highlight=False).status("importing JAX ...") as status:
             if _is_model(policy, revision, subfolder, prefix):
                 options["dtype"] = dtype  # Models are not quantized, which their error says.
+                if roofline:
+                    status.stop()
+                    fail(Code.USAGE, f"--roofline cannot describe {policy!r}", "it is a model", "give a policy")
                 model = jaxmodels.load_model(policy, revision, subfolder=subfolder, prefix=prefix, **options)
                 status.update("compiling and timing ...")
                 speed = measure_model(model, runs)
@@ -209,6 +218,11 @@ def check(
             if is_small:
                 loaded = jaxmodels.Policy(loaded.checkpoint, dtype=dtype, device=device)
             status.update("compiling and timing ...")
+            if roofline:
+                found = compare_roofline(loaded, batches, runs, dtype)
+                status.stop()
+                typer.echo(json.dumps(found, indent=2)) if as_json else _show_roofline(found)
+                return
             speed = measure_policy(loaded, runs)
             status.update("compiling and timing its parts ...")
             parts = loaded.profile_stages(min(runs, 10))
@@ -235,6 +249,77 @@ def check(
             show_gates(gates)
     if verdict.fit == "does not fit" or (gates is not None and not gates.passed):
         raise typer.Exit(Code.CHECK)
+
+
+def _read_batches(text: str | None, *, is_used: bool) -> list[int]:
+    sizes = (text or "1").split(",")
+    if text is not None and not (is_used and all(size.strip().isdecimal() for size in sizes)):
+        why = "wanted integers" if is_used else "only --roofline reads it"
+        fail(Code.USAGE, f"--batch is {text!r}", why, "give e.g. --roofline --batch 1,4,16")
+    return [int(size) for size in sizes]
+
+
+def compare_roofline(policy: "Policy", batches: Sequence[int], runs: int, dtype: str | None = None) -> dict[str, Any]:
+    """Return the least milliseconds on accelerators, and the measured ones (median of `runs`) on a listed accelerator.
+
+    Args:
+        dtype: see `Policy.count_work`.
+    """
+    import numpy as np
+
+    from jaxmodels import roofline
+    from jaxmodels.devices import find_placement
+
+    devices = find_placement(policy.device).devices
+    here = roofline.find_accelerator(devices[0].device_kind) if len(devices) == 1 else None
+    found: dict[str, Any] = {"device": policy.device, "kind": devices[0].device_kind, "batches": []}
+    for batch in batches:
+        work = policy.count_work(batch, dtype)
+        facts: dict[str, Any] = {**asdict(work), "least": {}, "measured": None}
+        for each in roofline.ACCELERATORS:
+            parts = {part.name: part.bound(each, work.dtype) for part in work.parts}
+            facts["least"][each.name] = {
+                "parts_ms": {name: seconds * 1e3 for name, (seconds, _) in parts.items()},
+                "limits": {name: limit for name, (_, limit) in parts.items()},
+                "chunk_ms": work.bound(each) * 1e3,
+                "chunk_in_8_bits_ms": work.bound_in_8_bits(each) * 1e3,
+                "fits": work.memory < each.memory,
+            }
+        if here is not None:
+            policy.compile(batch)
+            chunk = float(np.median([policy.profile(batch) for _ in range(runs)])) * 1e3
+            measured = {part.name: part.seconds * part.count * 1e3 for part in policy.profile_stages(10, batch)}
+            facts["measured"] = {"accelerator": here.name, "parts_ms": measured, "chunk_ms": chunk}
+            facts["measured"]["ratio"] = chunk / facts["least"][here.name]["chunk_ms"]
+        found["batches"].append(facts)
+    return found
+
+
+def _show_roofline(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for batch in found["batches"]:
+        size, parts, measured = batch["batch"], batch["parts"], batch["measured"]
+        console.print(f"\nbatch {size} in {batch['dtype']}, about {batch['memory'] / 1e9:.2f} GB; least milliseconds:")
+        columns = ("", *(part["name"] for part in parts), "chunk", "in 8 bits", "chunks/s", "fits")
+        rows = []
+        for title, key, unit in (("TFLOP", "operations", 1e12), ("GB read", "traffic", 1e9)):
+            numbers = [part[key] / unit for part in parts]
+            rows.append((title, *(f"{number:.3g}" for number in (*numbers, sum(numbers))), "", "", ""))
+        for name, least in batch["least"].items():
+            floors = [f"{ms:.3g} {least['limits'][part]}" for part, ms in least["parts_ms"].items()]
+            wholes = f"{least['chunk_ms']:.3g}", f"{least['chunk_in_8_bits_ms']:.3g}"
+            rows.append((name, *floors, *wholes, f"{1e3 * size / least['chunk_ms']:.0f}", ["no", "yes"][least["fits"]]))
+            if measured is not None and measured["accelerator"] == name:
+                times = [
+                    f"{ms:.3g}, {ms / least['parts_ms'][part]:.1f} times" for part, ms in measured["parts_ms"].items()
+                ]
+                whole = f"{measured['chunk_ms']:.3g}, {measured['ratio']:.1f} times"
+                rows.append(("measured", *times, whole, "", f"{1e3 * size / measured['chunk_ms']:.0f}", ""))
+        print_table(columns, rows, numbers=columns[1:-1])
+    if not all(batch["measured"] for batch in found["batches"]):
+        console.print(f"\nnot measured: no peaks are listed for {found['device']} ({found['kind']})")
 
 
 def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
@@ -288,8 +373,6 @@ def _describe_speed(speed: Speed, what: str) -> dict[str, Any]:
 
 
 def _facts(policy: "Policy", speed: Speed, verdict: CheckVerdict, parts: Sequence["StageTime"]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     needs, counts = policy.needs, policy.count_parameters()
     parameters = sum(counts.values())
     return {

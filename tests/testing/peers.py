@@ -23,6 +23,8 @@ INSTALL = {
     "ray": "make peers",
     "openpi-client": "make peers",
     "peft": "pip install peft",
+    "flatbuffers": "pip install flatbuffers",
+    "libtpu": "pip install 'jax[tpu]'",
     "postgresql": "make servers",
     "nginx": "make servers",
     "caddy": "make servers",

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +13,15 @@ from jax.sharding import Mesh
 
 from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, build_shardings, get_logical_axes
 from jaxmodels.errors import ConfigError
+from jaxmodels.policies import policy_types
 from tests.testing.compiling import process_environment
 from tests.testing.transformers import random_transformer
 
+ROOT = Path(__file__).parents[3]
 SMALL: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
 PROGRAM = """
 import jax, numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, shard
 from tests.testing.transformers import random_transformer
@@ -38,29 +43,74 @@ cases = {
         {"hidden_states": floats(4, 4, 8, 8), "timestep": np.arange(4), "class_labels": np.arange(4)},
     ),
 }
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+both = {**TENSOR_PARALLEL, **FULLY_SHARDED}
+meshes = {(2, 4): (TENSOR_PARALLEL, FULLY_SHARDED, both)} | {(1, count): (TENSOR_PARALLEL,) for count in (2, 4, 8)}
 for kind, (config, call) in cases.items():
     model = random_transformer(**small, **config)
     single = np.asarray(model(**call).sample)
-    for rules in (TENSOR_PARALLEL, FULLY_SHARDED, {**TENSOR_PARALLEL, **FULLY_SHARDED}):
+    scale = np.abs(single).max()
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[5]))
+    copied = model.compile(**call)(**call)
+    assert {device.id for device in copied.sharding.device_set} == {5}
+    print(kind, np.abs(np.asarray(copied) - single).max() / scale)
+    for (data, parts), rules in ((shape, each) for shape, every in meshes.items() for each in every):
+        mesh = Mesh(np.array(jax.devices()[: data * parts]).reshape(data, parts), ("data", "model"))
         shard(model, mesh, rules)
         kernel = model.transformer_blocks.attn1.to_qkv.kernel[...]
         assert kernel.addressable_shards[0].data.size < kernel.size, "the weights are whole on every device"
         spread = dict(call)
         spread["hidden_states"] = jax.device_put(call["hidden_states"], NamedSharding(mesh, PartitionSpec("data")))
         for sample in (model(**spread).sample, model.compile(**spread)(**spread)):
-            assert len(sample.sharding.device_set) == 8
-            print(kind, np.abs(np.asarray(sample) - single).max())
+            assert len(sample.sharding.device_set) == data * parts
+            print(kind, np.abs(np.asarray(sample) - single).max() / scale)
+"""
+POLICY = """
+import sys
+import jax, numpy as np
+import jaxmodels
+from jaxmodels import devices
+from robojax.cli.check import make_observation
+
+devices.SPLIT_FROM = 1 << 6  # The weights of a small policy are split, too.
+policy = jaxmodels.load_policy(sys.argv[1], device="cpu:0")
+rng = np.random.default_rng(0)
+observation = {
+    name: rng.uniform(-1, 1, value.shape).astype(np.float32) if value.dtype == np.float32 else value
+    for name, value in make_observation(policy.requirements).items()
+}
+chunk = policy.act(observation)
+size = sum(weight.nbytes for weight in policy._weights)
+for names in (["cpu:7"], *([f"cpu:{i}" for i in range(count)] for count in (2, 4, 8))):
+    other = policy.on("+".join(names))
+    held = [0] * 8
+    for shard in (shard for weight in other._weights for shard in weight.addressable_shards):
+        held[shard.device.id] += shard.data.nbytes
+    assert {f"cpu:{i}" for i, some in enumerate(held) if some} == set(names)
+    assert max(held) < size * (1 / len(names) + 0.1), "the weights are whole on every device"
+    print("+".join(names), np.abs(other.act(observation) - chunk).max() / np.abs(chunk).max())
 """
 
 
-def test_parallel_forward_equals_forward_on_one_device() -> None:
+def measure_errors(*program: str) -> list[float]:
+    """Run a program that sees eight devices; return the second word of each line that it prints."""
     options = {"env": process_environment(devices=8, quick=True), "capture_output": True, "text": True}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], timeout=500, check=False, **options)
+    result = subprocess.run([sys.executable, "-c", *program], timeout=500, check=False, cwd=ROOT, **options)
     assert result.returncode == 0, result.stderr
-    errors = [float(line.split()[1]) for line in result.stdout.splitlines()]
-    assert len(errors) == 18
+    return [float(line.split()[1]) for line in result.stdout.splitlines()]
+
+
+def test_parallel_forward_equals_forward_on_one_device() -> None:
+    errors = measure_errors(PROGRAM)
+    assert len(errors) == 3 * (1 + 2 * 6)
     assert max(errors) < 2e-6
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_copied_or_split_policy_acts_as_on_one_device(kind: str, small_folder: Callable[[str], Path]) -> None:
+    errors = measure_errors(POLICY, str(small_folder(kind)))
+    assert len(errors) == 4
+    assert errors[0] == 0
+    assert max(errors) < 1e-5
 
 
 def test_each_weight_names_its_axes() -> None:

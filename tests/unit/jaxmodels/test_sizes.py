@@ -19,7 +19,7 @@ from jaxmodels.devices import Placement, find_placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.memory import count_layers, measure_program
 from jaxmodels.normalization import Affine
-from jaxmodels.policies import get_policy_type, lerobot_folder, policy_types
+from jaxmodels.policies import CONSTANTS, get_policy_type, lerobot_folder, policy_types
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.diffusion2d.policy import Diffusion2dConfig
 from jaxmodels.policies.tokens2d.policy import Tokens2dConfig
@@ -39,8 +39,8 @@ def features(cameras: int = 0, side: int = 32, state: int | None = 6, environmen
     return {"input_features": tuple(seen), "output_features": ACTION}
 
 
-def programs_of(config: Any) -> Programs:
-    """Return the programs of a policy with zero weights."""
+def programs_of(config: Any, platform: str = "cpu", dtype: Any = jnp.float32) -> Programs:
+    """Return the programs of a policy, with shapes in the place of weights."""
 
     def plain(feature: Feature | None) -> Affine | None:
         if feature is None:
@@ -49,21 +49,27 @@ def programs_of(config: Any) -> Programs:
         return Affine(zeros, zeros + 1, zeros)
 
     kind = get_policy_type(config.type)
-    weights = {name: np.zeros(x.shape, np.float32) for name, x in lerobot_folder.model_blueprint(config).shapes.items()}
-    serving = kind.prepare(config, weights, "cpu")
-    shapes = {name: jax.ShapeDtypeStruct(np.shape(x), jnp.float32) for name, x in sorted(serving.items())}
+    prepare = partial(kind.prepare, config, platform=platform)
+    serving: dict[str, Any] = jax.eval_shape(prepare, dict(lerobot_folder.model_blueprint(config).shapes))
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, jnp.float32 if name.startswith(CONSTANTS) else dtype)
+        for name, x in sorted(serving.items())
+    }
     parts: tuple[Any, ...] = (config.state, config.environment_state, config.action)
     images: Any = tuple(map(plain, config.cameras))
     vectors: Any = tuple(map(plain, parts))
     stages = {stage.name: partial(stage.run, config.architecture()) for stage in kind.stages}
-    return Programs(stages, shapes, Scales(images, *vectors), config.frames, jnp.float32, find_placement("cpu"))
+    sizes = (None,) * len(config.frames) if config.resizes_frames else config.frames
+    fit = kind.fit and partial(kind.fit, config.architecture())
+    return Programs(stages, shapes, Scales(images, *vectors), sizes, dtype, find_placement("cpu"), fit)
 
 
-def inputs_of(config: Any, batch: int = 1) -> Inputs:
+def inputs_of(config: Any, batch: int = 1, *, continues: bool = True) -> Inputs:
     state, environment = (None if x is None else x.shape[0] for x in (config.state, config.environment_state))
-    takes_prefix = get_policy_type(config.type).takes_prefix
+    takes_prefix = get_policy_type(config.type).takes_prefix and continues
     prefix = (config.chunk_size, config.action.shape[0]) if takes_prefix else None
-    return Inputs(batch, config.frames, state, environment, prefix)
+    language = None if config.prompt_length is None else (config.prompt_length,)
+    return Inputs(batch, config.frames, state, environment, prefix, language)
 
 
 def test_operations_of_products_and_loops_are_counted() -> None:
@@ -76,6 +82,24 @@ def test_operations_of_products_and_loops_are_counted() -> None:
     products, convolution = 10 * 2 * 8**3, 2 * 64 * 9
     assert measure_program(jaxpr, "cpu").operations == products + convolution
     assert measure_program(jaxpr, "gpu").operations == products + convolution + 2 * 8**3
+
+
+def test_traffic_is_what_programs_read_at_least() -> None:
+    def run(table: jax.Array, rows: jax.Array, weight: jax.Array, ignored: jax.Array) -> jax.Array:
+        del ignored
+        kept = jnp.sin(table[rows])  # (4, 8), which each of ten steps reads again.
+
+        def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ weight) + kept, None
+
+        x, _ = jax.lax.scan(step, kept, None, length=10)
+        _, x = jax.lax.while_loop(lambda pair: pair[0] < 2, lambda pair: (pair[0] + 1, pair[1] @ weight), (0, x))
+        return x
+
+    arguments = jnp.zeros((1000, 8)), jnp.arange(4), jnp.zeros((8, 8)), jnp.zeros(99)
+    jaxpr = jax.make_jaxpr(run)(*arguments)
+    row, weight, indices = 4 * 4 * 8, 4 * 8 * 8, 4 * 4
+    assert measure_program(jaxpr).traffic == row + indices + 10 * weight + 10 * row
 
 
 def test_memory_is_the_size_of_values_that_are_live_together() -> None:

@@ -1,9 +1,18 @@
 import itertools
 
+import jax
 import pytest
 
-from jaxmodels import Requirements
-from robojax.cli.check import Speed, assess_speed, make_observation, measure_policy
+import jaxmodels
+from jaxmodels import Requirements, roofline
+from robojax.cli.check import (
+    Speed,
+    _show_roofline,
+    assess_speed,
+    compare_roofline,
+    make_observation,
+    measure_policy,
+)
 from tests.testing.doubles import ScriptedPolicy
 
 
@@ -64,3 +73,28 @@ def test_inference_is_timed_after_compilation_and_warmup():
     assert set(found.stages) == {"to_device", "compute", "to_host"}
     ticks = itertools.count(step=10)
     assert measure_policy(ScriptedPolicy(), runs=100, seconds=1, clock=lambda: float(next(ticks))).runs == 5
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> roofline.Accelerator:
+    """List the peaks of this machine's processor."""
+    kind = jax.devices("cpu")[0].device_kind
+    machine = roofline.Accelerator("here", (kind,), {"float32": 1e12, "int8": 4e12}, 1e11, 64e9)
+    monkeypatch.setattr(roofline, "ACCELERATORS", (*roofline.ACCELERATORS, machine))
+    return machine
+
+
+def test_listed_accelerator_is_measured(listed: roofline.Accelerator, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = jaxmodels.load_policy("robojax/sim/policy", device="cpu")
+    found = compare_roofline(policy, [1, 2], runs=5)
+    for batch in found["batches"]:
+        measured, least = batch["measured"], batch["least"]["here"]
+        assert measured["accelerator"] == "here"
+        assert measured["ratio"] == pytest.approx(measured["chunk_ms"] / least["chunk_ms"])
+        assert measured["ratio"] > 1, "faster than the peaks"
+        assert measured["parts_ms"]["chunk"] > least["parts_ms"]["chunk"]
+    _show_roofline(found)
+    printed = capsys.readouterr().out
+    assert printed.count("measured") == 2
+    assert printed.count(" times") == 2 * 2
+    assert "not measured" not in printed

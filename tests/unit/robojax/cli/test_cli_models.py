@@ -24,6 +24,8 @@ def test_check_describes_and_times_a_model(call, model_folder):
     assert found["timed_with"] == {"hidden_states": [1, 4, 8, 8], "timestep": [1], "class_labels": [1]}
     assert 0 < found["forward_ms"]["p50"] <= found["forward_ms"]["p99"]
     assert found["compile_s"] > 0
+    refused = call("check", str(model_folder), "--roofline", **NO_CACHE)
+    assert (refused.returncode, "--roofline cannot describe" in refused.stderr) == (2, True)
 
 
 def test_check_of_a_pipeline_needs_the_subfolder(call, model_folder):

@@ -58,6 +58,20 @@ def test_check_prints_the_gates_of_a_quantized_policy(call, tmp_path):
     assert "gate of success: not run, because no episodes were asked for" in text
 
 
+def test_check_prints_the_least_times_of_accelerators(call):
+    text = " ".join(call("check", POLICY, "--roofline", "--batch", "1,16", COLUMNS="120").stdout.split())
+    assert "batch 1 in float32" in text
+    assert "batch 16 in float32" in text
+    assert [text.count(f" {name} ") for name in ("H100", "H200", "L40S", "v5e", "v6e")] == [2] * 5
+    assert "not measured: no peaks are listed for cpu:0 (cpu)" in text
+    found = json.loads(call("check", POLICY, "--roofline", "--dtype", "bfloat16", "--json").stdout)
+    [batch] = found["batches"]
+    assert (batch["batch"], batch["dtype"], batch["measured"]) == (1, "bfloat16", None)
+    assert [part["name"] for part in batch["parts"]] == ["frames", "chunk"]
+    assert list(batch["least"]) == ["H100", "H200", "L40S", "v5e", "v6e"]
+    assert all(least["chunk_ms"] > least["chunk_in_8_bits_ms"] > 0 for least in batch["least"].values())
+
+
 def test_check_reports_missing_joint_names(call, tmp_path):
     policy = Path(shutil.copytree(POLICY, tmp_path / "policy", copy_function=shutil.copyfile))
     (policy / "robojax.json").write_text('{"rate": 25}')
@@ -89,6 +103,9 @@ def test_check_refuses_a_policy_without_statistics(call, tmp_path):
         (("--rename", "top=cam"), 3, ("top=cam names no camera of the policy, which has front", "without --rename")),
         (("--rename", "cam=front"), 3, ("the policy's name comes first, as front=cam", "without --rename")),
         (("--rename", "front"), 2, ("--rename front does not name two cameras",)),
+        (("--batch", "4"), 2, ("--batch is '4'", "only --roofline reads it")),
+        (("--roofline", "--batch", "1,-4"), 2, ("--batch is '1,-4'", "wanted integers")),
+        (("--roofline", "--batch", "0"), 3, ("batch is 0",)),
         (("--lerobot-version", "0.5"), 2, ("--lerobot-version", "'0.5' is not one of '0.4', '0.6'")),
     ],
 )
