@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
+import jax.export
 import numpy as np
 from jaxtyping import Float
 
@@ -570,13 +571,23 @@ class Policy:
             ConfigError: the dtype is unknown.
             ObservationError: the batch is out of range.
         """
-        config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
-        served = find_dtype(dtype, "gpu", self._kind.accelerator_dtype)
-        weights = self._kind.prepare(config, self.checkpoint.weights, "gpu")
-        shapes = {name: jax.ShapeDtypeStruct(np.shape(array), served) for name, array in sorted(weights.items())}
+        plan = self.checkpoint.config.architecture()
         stages = {stage.name: partial(stage.run, plan) for stage in self._kind.stages}
-        programs = replace(self._programs, weights=shapes, dtype=served)
-        return count_work(programs, stages, self._reader.inputs(batch, None))
+        return count_work(self._describe_programs("gpu", dtype), stages, self._reader.inputs(batch, None))
+
+    def export(self, platform: str, batch: int = 1, dtype: str | None = None) -> jax.export.Exported:
+        """Lower the program of `act` to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent.
+
+        It takes the weights that `act` has on that platform. `dtype` and errors are those of `count_work`.
+        """
+        return self._describe_programs(platform, dtype).export(self._reader.inputs(batch, None), platform)
+
+    def _describe_programs(self, platform: str, dtype: str | None) -> Programs:
+        """Return programs over the weights of another platform, for tracing."""
+        served = find_dtype(dtype, platform, self._kind.accelerator_dtype)
+        weights = self._kind.prepare(self.checkpoint.config, self.checkpoint.weights, platform)
+        shapes = {name: jax.ShapeDtypeStruct(np.shape(array), served) for name, array in sorted(weights.items())}
+        return replace(self._programs, weights=shapes, dtype=served)
 
     def count_parameters(self) -> dict[str, int]:
         """Count the numbers in the weights by part of the network, such as ``vision``."""
