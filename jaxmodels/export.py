@@ -70,7 +70,9 @@ def export_policy(
         write_policy_weights(draft, policy.get_serving_weights())
         for batch in batch_sizes:
             on_progress(f"lowering batch {batch} to StableHLO")
-            (draft / "stablehlo" / f"batch_{batch}.mlirbc").write_bytes(policy.lower(batch, platform))
+            (draft / "stablehlo" / f"batch_{batch}.mlirbc").write_bytes(
+                policy.export(platform, batch).mlir_module_serialized
+            )
         placement = find_placement(policy.device)
         is_here = placement.platform == policy.platform
         if is_here:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
+import jax.export
 import numpy as np
 from jaxtyping import Float
 
@@ -528,13 +529,6 @@ class Policy:
         """Return the arrays of the serving program by name, on the host."""
         return dict(zip(self._programs.weights, map(np.asarray, self._weights.arrays), strict=True))
 
-    def lower(self, batch: int, platform: str) -> bytes:
-        """Return the computation of a chunk for ``cpu``, ``cuda`` or ``tpu`` as a portable artifact of StableHLO.
-
-        Its arguments are the serving weights in the order of their names, the scales, and an `Observation`.
-        """
-        return self._programs.export(self._reader.inputs(batch, None), platform).mlir_module_serialized
-
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
         return program(self._weights.arrays, *jax.device_put((ids, mask), self._placement.replicated))
@@ -628,14 +622,29 @@ class Policy:
             ConfigError: the dtype is unknown.
             ObservationError: the batch is out of range.
         """
-        served = find_dtype(dtype, "gpu", self._kind.accelerator_dtype)
-        prepare = partial(self._kind.prepare, self.checkpoint.config, platform="gpu")
+        inputs = replace(self._reader.inputs(batch, None), prefix=None)  # A chunk that continues no plan.
+        return count_work(self._describe_programs("gpu", dtype), inputs)
+
+    def export(self, platform: str, batch: int = 1, dtype: str | None = None) -> jax.export.Exported:
+        """Lower the computation of `act` to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent.
+
+        Its arguments are the weights that it serves on that platform in the order of their names, the scales, and an
+        `Observation`. `dtype` and errors are those of `count_work`.
+        """
+        target = PLATFORMS.get(platform, platform)
+        is_own = target == self._platform and dtype is None
+        programs = self._programs if is_own else self._describe_programs(target, dtype)
+        return programs.export(self._reader.inputs(batch, None), platform)
+
+    def _describe_programs(self, platform: str, dtype: str | None) -> Programs:
+        """Return programs over the weights of another platform, for tracing."""
+        served = find_dtype(dtype, platform, self._kind.accelerator_dtype)
+        prepare = partial(self._kind.prepare, self.checkpoint.config, platform=platform)
         shapes = {
             name: jax.ShapeDtypeStruct(shape.shape, np.float32 if name.startswith(CONSTANTS) else served)
             for name, shape in sorted(jax.eval_shape(prepare, dict(self.checkpoint.weights)).items())
         }
-        inputs = replace(self._reader.inputs(batch, None), prefix=None)  # A chunk that continues no plan.
-        return count_work(replace(self._programs, weights=shapes, dtype=served), inputs)
+        return replace(self._programs, weights=shapes, dtype=served)
 
     def count_parameters(self) -> dict[str, int]:
         """Count the numbers in the weights by part of the network, such as ``vision``."""

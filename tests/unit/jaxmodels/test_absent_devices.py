@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.policies import policy_types
+from jaxmodels.policies import get_policy_type, policy_types
 from jaxmodels.transformer2d.arguments import read_arguments
 from robojax.cli.check import make_observation
 from tests.testing.compiling import process_environment
@@ -28,18 +28,13 @@ every_type = pytest.mark.parametrize("kind", policy_types())
 TPU = """
 import sys
 from dataclasses import replace
-import jax
 from jax.experimental import topologies
 import jaxmodels
 from jaxmodels.devices import Placement
-from jaxmodels.policies import get_policy_type
 
 chip = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=(1, 1, 1)).devices[0]
-policy = jaxmodels.load_policy(sys.argv[1], device="cpu", dtype="bfloat16")
-checkpoint, programs = policy.checkpoint, policy._programs
-serving = get_policy_type(checkpoint.config.type).prepare(checkpoint.config, checkpoint.weights, "tpu")
-shapes = {name: jax.ShapeDtypeStruct(array.shape, "bfloat16") for name, array in sorted(serving.items())}
-programs = replace(programs, placement=Placement((chip,)), weights=shapes)
+policy = jaxmodels.load_policy(sys.argv[1], device="cpu")
+programs = replace(policy._describe_programs("tpu", "bfloat16"), placement=Placement((chip,)))
 program = programs.get_program(policy._reader.inputs(1, None))
 read = sum(stage.memory_analysis().argument_size_in_bytes for stage in program.stages.values())
 assert read > 0.5 * 2 * programs.count_weights(), read
@@ -62,10 +57,6 @@ def served(policy: jaxmodels.Policy, monkeypatch: pytest.MonkeyPatch) -> tuple[t
     return (policy._weights.arrays, policy._weights.scales, *passed), chunk
 
 
-def export(policy: jaxmodels.Policy, platform: str) -> jax.export.Exported:
-    return policy._programs.export(policy._reader.inputs(1, None), platform)
-
-
 def run_exported(program: jax.export.Exported, *arguments: Any) -> np.ndarray:
     return np.asarray(jax.jit(program.call)(*arguments))
 
@@ -73,13 +64,13 @@ def run_exported(program: jax.export.Exported, *arguments: Any) -> np.ndarray:
 @every_type
 def test_policy_is_lowered_for_gpus_and_tpus(policy: jaxmodels.Policy, served: Any) -> None:
     arguments, chunk = served
-    assert relative_error(run_exported(export(policy, "cpu"), *arguments), chunk) < 1e-6
+    assert relative_error(run_exported(policy.export("cpu"), *arguments), chunk) < 1e-6
     for platform in ABSENT:
-        program = export(policy, platform)
+        program = policy.export(platform)
         assert program.platforms == (platform,)
         assert [output.shape for output in program.out_avals] == [chunk.shape]
-        with pytest.raises(ValueError, match=r"Function .* was exported for platform"):
-            run_exported(program, *arguments)
+        served = get_policy_type(policy.requirements.policy_type).accelerator_dtype
+        assert {weight.dtype.name for weight in program.in_avals[:3]} == {served}, "of an accelerator"
 
 
 @pytest.mark.needs_peers
@@ -87,9 +78,9 @@ def test_policy_is_lowered_for_gpus_and_tpus(policy: jaxmodels.Policy, served: A
 def test_exported_policy_survives_a_round_trip(policy: jaxmodels.Policy, served: Any) -> None:
     require_peers("flatbuffers")
     arguments, chunk = served
-    read = jax.export.deserialize(export(policy, "cpu").serialize())
+    read = jax.export.deserialize(policy.export("cpu").serialize())
     assert relative_error(run_exported(read, *arguments), chunk) < 1e-6
-    assert jax.export.deserialize(export(policy, "tpu").serialize()).platforms == ("tpu",)
+    assert jax.export.deserialize(policy.export("tpu").serialize()).platforms == ("tpu",)
 
 
 @pytest.mark.parametrize("name", ["continuous", "discrete", "patches"])
