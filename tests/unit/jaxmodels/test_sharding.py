@@ -79,11 +79,11 @@ observation = {
     for name, value in make_observation(policy.requirements).items()
 }
 chunk = policy.act(observation)
-size = sum(weight.nbytes for weight in policy._weights)
+size = sum(weight.nbytes for weight in policy._weights.arrays)
 for names in (["cpu:7"], *([f"cpu:{i}" for i in range(count)] for count in (2, 4, 8))):
     other = policy.on("+".join(names))
     held = [0] * 8
-    for shard in (shard for weight in other._weights for shard in weight.addressable_shards):
+    for shard in (shard for weight in other._weights.arrays for shard in weight.addressable_shards):
         held[shard.device.id] += shard.data.nbytes
     assert {f"cpu:{i}" for i, some in enumerate(held) if some} == set(names)
     assert max(held) < size * (1 / len(names) + 0.1), "the weights are whole on every device"
