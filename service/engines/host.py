@@ -248,6 +248,7 @@ class EngineHost:
             batch_ms=tuple(figures for device in stats["devices"] for figures in device["batch_ms"]),
             policies=len(self._policies),
             is_compiling=not engine.batch_compiler.idle.is_set(),
+            to_compile=engine.batch_compiler.remaining,
             stages=dict(self._stages),
             latencies={handle: _get_latencies(policy.served.replicas[0]) for handle, policy in cached.items()},
         )

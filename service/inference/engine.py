@@ -161,6 +161,8 @@ TRIAL_NICENESS = 5
 MAX_TRIAL_WAIT, TRIAL_POLL = 1.0, 0.005
 # Seconds without a request after which the engine counts as idle: direct clients send requests at any time.
 QUIET_SECONDS = 3.0
+# Share of an accelerator's time above which larger batches are compiled while robots run. The rest is left for them.
+CROWDED_LOAD = 0.3
 
 
 class Engine:
@@ -177,7 +179,7 @@ class Engine:
         policy_cache: policies in memory.
         replica_manager: adds and removes devices, and copies policies to them.
         reservations: device time that sessions reserved.
-        batch_compiler: compiles larger batches while no robot runs.
+        batch_compiler: compiles larger batches while no robot runs, or while robots wait for each other.
         has_running_robot: whether a session moves its robot.
     """
 
@@ -214,7 +216,7 @@ class Engine:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
             workers = [InferenceWorker(name, stuck_after) for name in names]
         self.devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
-        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches)
+        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, self._is_crowded)
         self.policy_cache = PolicyCache(
             self.devices.replicate,
             self._on_policy_loaded,
@@ -232,6 +234,16 @@ class Engine:
     def _may_compile_batches(self) -> bool:
         is_quiet = time.monotonic() >= self._last_used_at + QUIET_SECONDS
         return is_quiet and not (self._pending or self.policy_cache.building.locked() or self.has_running_robot())
+
+    def _is_crowded(self) -> bool:
+        """Return whether requests wait for a busy accelerator. A CPU would compile on the cores that it computes on."""
+        if self.policy_cache.building.locked() or not self.devices.waiting:
+            return False
+        replicas = [replica for loaded in self.policy_cache.all for replica in loaded.replicas]
+        busy = {
+            number for number, worker in self.devices.workers.items() if worker.load(time.monotonic()) > CROWDED_LOAD
+        }
+        return any(replica.worker_id in busy and not replica.policy.device.startswith("cpu") for replica in replicas)
 
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
         """Compile a policy for frames of these sizes, outside of the device thread; raises PolicyFailed."""
