@@ -49,7 +49,7 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
 
 
 def costliest_frames(loaded: LoadedPolicy, known: Sequence[FrameSizesKey]) -> FrameSizesKey:
-    """Return the most expensive frame sizes that others send, for a robot that has sent none; else the trained sizes."""
+    """Return the most expensive frame sizes of other robots for one that has sent none; without others the trained."""
     first = loaded.replicas[0]
     return max(known or (first.trained_frames,), key=lambda frames: first.latencies[frames].measured(1).median)
 
