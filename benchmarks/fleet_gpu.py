@@ -91,25 +91,29 @@ def write_policy(name: str, folder: Path) -> None:
 # A robot's process.
 
 
-def make_picture(seed: int) -> bytes:
-    """Return a JPEG file with soft shapes and a camera's noise, about as large as the file of a real scene."""
-    from PIL import Image
+def make_picture(seed: int) -> tuple[bytes, np.ndarray]:
+    """Return a JPEG file and its original: soft shapes, objects with edges and a camera's noise."""
+    from PIL import Image, ImageDraw
 
     random = np.random.default_rng(seed)
     (height, width), shrink = FRAME, 16
     coarse = random.integers(0, 256, (height // shrink, width // shrink, 3), np.uint8)
-    soft = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.float32)
+    scene = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    for left, top, wide, high, *colour in random.integers(
+        0, (width, height, 120, 120, 256, 256, 256), (40, 7)
+    ).tolist():
+        ImageDraw.Draw(scene).rectangle((left, top, left + wide, top + high), tuple(colour))
     file = io.BytesIO()
-    noisy = np.clip(soft + random.normal(0, 4, soft.shape), 0, 255).astype(np.uint8)
+    noisy = np.clip(np.asarray(scene) + random.normal(0, 4, (height, width, 3)), 0, 255).astype(np.uint8)
     Image.fromarray(noisy).save(file, "JPEG", quality=90)
-    return file.getvalue()
+    return file.getvalue(), noisy
 
 
 def drive(url: str, number: int, fleet: Fleet) -> None:
     """Ask for chunks in the rides that standard input orders."""
     from robojax.client import Client, RobojaxError
 
-    images = {camera: make_picture(3 * number + place) for place, camera in enumerate(fleet.cameras)}
+    images = {camera: make_picture(3 * number + place)[0] for place, camera in enumerate(fleet.cameras)}
     state = np.zeros(fleet.joints, np.float32)
     with Client(url, timeout=300) as client, client.session(f"robot{number}").stream() as stream:
         stream.act(images, state)  # The server compiles for these pictures.
