@@ -160,7 +160,7 @@ class FakeEngine:
         finally:
             pool.leave(self._name)
 
-    def facts(self, handles: Sequence[str], has_running_robot: bool) -> EngineFacts:
+    def facts(self, handles: Sequence[str], has_running_robot: bool, needs_batches: bool) -> EngineFacts:
         if error := self._pool.unreached.get(self._name):
             raise error
         return EngineFacts(load=self._pool.load, to_compile=3)

@@ -199,6 +199,21 @@ async def test_batches_are_compiled_while_robots_wait_for_an_accelerator(device,
     await engine.close()
 
 
+@pytest.mark.parametrize(("rate", "sizes"), [(20.0, []), (40.0, [2, 4])])
+async def test_batches_are_compiled_for_sessions_that_fill_an_accelerator(rate, sizes, monkeypatch) -> None:
+    """A refused session would else wait until no robot runs, although hardly any robot runs."""
+    monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
+    policy = ScriptedPolicy(device="cuda:0", latency=0.01)
+    engine = Engine(batch_sizes=(1, 2, 4))
+    engine.has_running_robot = lambda: True
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        assert served.replicas[0].latencies[served.replicas[0].trained_frames].measured(1).median == 0.01
+        engine.reservations.reserve("robot", served, rate, lambda: None)
+        await asyncio.sleep(0.1)
+        assert [batch for batch, _ in policy.batches] == sizes
+    await engine.close()
+
+
 async def test_frames_that_a_robot_sends_are_compiled_first(monkeypatch) -> None:
     monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
     policy, sent = ScriptedPolicy(), {"front": (480, 640)}
