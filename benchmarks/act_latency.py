@@ -12,7 +12,7 @@ Last figure, AMD EPYC (Zen 4), 2 cores: 65 ms with two 224x224 cameras; LeRobot 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,9 +46,18 @@ def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
 
 
 def build_checkpoint(
-    cameras: int, height: int, width: int, draw: Callable[[str, tuple[int, ...]], np.ndarray] | None = None
+    cameras: int,
+    height: int,
+    width: int,
+    draw: Callable[[str, tuple[int, ...]], np.ndarray] | None = None,
+    **sizes: Any,
 ) -> "Checkpoint":
-    """The same in memory; `draw`: an array of weights by its name and shape, instead of what a training starts with."""
+    """The same in memory.
+
+    Args:
+        draw: an array of weights by its name and shape, instead of what a training starts with.
+        sizes: fields of the config that differ from LeRobot's defaults.
+    """
     from flax import nnx
 
     from jaxmodels.normalization import build_normalization
@@ -61,7 +70,9 @@ def build_checkpoint(
     images = tuple(Feature(f"observation.images.camera{i}", "VISUAL", (3, height, width)) for i in range(cameras))
     inputs = (Feature("observation.state", "STATE", (STATE,)), *images)
     outputs = (Feature("action", "ACTION", (ACTION,)),)
-    config = ActConfig(input_features=inputs, output_features=outputs, device="cpu", pretrained_backbone_weights=None)
+    config = ActConfig(
+        input_features=inputs, output_features=outputs, device="cpu", pretrained_backbone_weights=None, **sizes
+    )
     stats = {
         feature.name: {
             "mean": np.full((3, 1, 1) if feature.type == "VISUAL" else feature.shape, 0.4, np.float32),

@@ -238,8 +238,8 @@ class Gateway:
         finally:
             engine.pending.discard(outcome)
 
-    async def _facts(self, name: str, handles: Sequence[str], has_running_robot: bool) -> EngineFacts | None:
-        """Return an engine's load; None when it does not answer."""
+    async def _facts(self, name: str, handles: Sequence[str], *needs: bool) -> EngineFacts | None:
+        """Return an engine's load; None when it does not answer. The arguments are those of `EngineHost.facts`."""
         now = time.monotonic()
         for handle in handles:
             if (files := self._files.get(handle)) is not None:
@@ -248,7 +248,7 @@ class Gateway:
             return None
         try:
             actor = engine.listed.actor
-            facts = await call_actor(actor, ANSWER_TIMEOUT, "facts", handles, has_running_robot)
+            facts = await call_actor(actor, ANSWER_TIMEOUT, "facts", handles, *needs)
         except NoAnswer as error:
             cause = error.__cause__
             if cause is not None and isinstance(cause, RayActorError):

@@ -185,12 +185,13 @@ class EngineSet:
             for replica in loaded.replicas:
                 if replica.policy.device == member.name:
                     replica.take_latencies(facts.latencies.get(getattr(replica.policy, "handle", None), {}))
-        is_compiling = any(one.worker.facts.is_compiling for one in self.members.values())
-        (self._engine.batch_compiler.idle.clear if is_compiling else self._engine.batch_compiler.idle.set)()
+        compiler, reported = self._engine.batch_compiler, [one.worker.facts for one in self.members.values()]
+        compiler.remaining_elsewhere = max((each.to_compile for each in reported), default=0)
+        (compiler.idle.clear if any(each.is_compiling for each in reported) else compiler.idle.set)()
 
-    def poll_arguments(self) -> tuple[list[str], bool]:
-        """Return what a poll says to an engine: the policies in use, and whether a robot moves."""
-        return sorted(self._used_handles()), self._engine.has_running_robot()
+    def poll_arguments(self) -> tuple[list[str], bool, bool]:
+        """Return what a poll says to an engine: policies in use, whether a robot moves, and needs larger batches."""
+        return sorted(self._used_handles()), self._engine.has_running_robot(), self._engine.needs_batches()
 
     def _used_handles(self) -> set[str]:
         """Return the policies that sessions use, or that are being loaded for them.

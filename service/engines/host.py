@@ -77,6 +77,7 @@ class EngineHost:
         self._begin_lock = asyncio.Lock()
         self._watch_task: asyncio.Task[None] | None = None
         self._robot_ran_at = -math.inf
+        self._needed_batches_at = -math.inf
         self._devices: Sequence[str] = ()
 
     async def begin(self) -> Begun | Refusal:
@@ -99,6 +100,7 @@ class EngineHost:
                     load_timeout=options.load_timeout,
                 )
                 self._engine.has_running_robot = lambda: time.monotonic() - self._robot_ran_at < ROBOT_MEMORY
+                self._engine.needs_batches = lambda: time.monotonic() - self._needed_batches_at < ROBOT_MEMORY
                 self._watch_task = asyncio.create_task(self._watch(self._engine), name="unused policies")
                 self._devices = devices
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), self._devices)
@@ -224,15 +226,20 @@ class EngineHost:
         except JaxModelsError as error:
             return Refusal("input", str(error))
 
-    async def facts(self, handles: Sequence[str] = (), has_running_robot: bool = False) -> EngineFacts:
+    async def facts(
+        self, handles: Sequence[str] = (), has_running_robot: bool = False, needs_batches: bool = False
+    ) -> EngineFacts:
         """Return the engine's load and latencies; the policies of these handles are marked as used.
 
         Args:
             has_running_robot: whether a robot of the server moves; nothing optional is compiled then.
+            needs_batches: whether sessions of the server need larger batches, see `Engine`.
         """
         cached = {handle: policy for handle in handles if (policy := self._find_policy(handle)) is not None}
         if has_running_robot:
             self._robot_ran_at = time.monotonic()
+        if needs_batches:
+            self._needed_batches_at = time.monotonic()
         engine = self._opened_engine()
         stats: Any = engine.get_stats()
         now = time.monotonic()
@@ -249,6 +256,7 @@ class EngineHost:
             batch_ms=tuple(figures for device in stats["devices"] for figures in device["batch_ms"]),
             policies=len(self._policies),
             is_compiling=not engine.batch_compiler.idle.is_set(),
+            to_compile=engine.batch_compiler.remaining,
             stages=dict(self._stages),
             latencies={handle: _get_latencies(policy.served.replicas[0]) for handle, policy in cached.items()},
         )

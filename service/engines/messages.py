@@ -119,7 +119,8 @@ class EngineFacts:
         batches: how many there were of each size.
         batch_ms: of each policy, batch size to median and p90.
         policies: number of policies in memory.
-        is_compiling: whether it compiles larger batches.
+        is_compiling: whether it compiles larger batches, and robots that start wait for that.
+        to_compile: number of programs for larger batches that are not compiled yet.
         stages: stage of each policy that is being loaded, by hash.
         latencies: median seconds by policy, frame sizes and batch size, of what is compiled.
     """
@@ -131,6 +132,7 @@ class EngineFacts:
     batch_ms: Sequence[Mapping[str, Any]] = ()
     policies: int = 0
     is_compiling: bool = False
+    to_compile: int = 0
     stages: Mapping[str, str] = field(default_factory=dict)
     latencies: Mapping[str, Mapping[FrameSizesKey, Mapping[int, float]]] = field(default_factory=dict)
 

@@ -136,17 +136,18 @@ class RemoteWorker:
             error = DeviceGone(f"engine {self.name}: its process ended")
         answer = error or outcome.result()
         if isinstance(answer, InferenceResult):
+            batch_seconds = answer.total - answer.queue
             total = time.monotonic() - sent_at
             # The transport counts as waiting.
             waited = max(total - answer.to_device - answer.compute - answer.to_host, answer.queue)
             answer = answer._replace(queue=waited, total=total)
             # Robots get their answers before the latency is recorded.
-            outcome.get_loop().call_soon(outcome.get_loop().call_soon, self._record, answer, latency)
+            outcome.get_loop().call_soon(outcome.get_loop().call_soon, self._record, answer, batch_seconds, latency)
         settle(result, answer)
 
-    def _record(self, answer: InferenceResult, latency: LatencyModel) -> None:
+    def _record(self, answer: InferenceResult, batch_seconds: float, latency: LatencyModel) -> None:
         self._latency.record(1, answer.total)
-        latency.record(answer.batch, answer.compute)
+        latency.record(answer.batch, batch_seconds)
 
     def _give_up(self, result: asyncio.Future[Any]) -> None:
         """Fail a request that has no answer after ``stuck_after`` seconds; its engine still owes the answer."""

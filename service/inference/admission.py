@@ -48,10 +48,10 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
     )
 
 
-def costliest_frames(loaded: LoadedPolicy, known: Iterable[FrameSizesKey]) -> FrameSizesKey:
-    """Return the most expensive frame sizes (of those ``known`` to others) for a robot that has sent none."""
+def costliest_frames(loaded: LoadedPolicy, known: Sequence[FrameSizesKey]) -> FrameSizesKey:
+    """Return the most expensive frame sizes of other robots for one that has sent none; without others the trained."""
     first = loaded.replicas[0]
-    return max((first.trained_frames, *known), key=lambda frames: first.latencies[frames].measured(1).median)
+    return max(known or (first.trained_frames,), key=lambda frames: first.latencies[frames].measured(1).median)
 
 
 def compute_admission(

@@ -63,7 +63,7 @@ class PolicySettings(Group):
     engine_batch_sizes: Counts = Field(
         default=(1, 2, 4, 8, 16),
         description="Numbers of robots whose inferences may run as one batch, or 1 for no batches; sizes above 1 "
-        "are compiled while no robot runs",
+        "are compiled while no robot runs, on an accelerator also while sessions need 30 % of it",
     )
     devices: Common[Names] = Field(
         default=(),

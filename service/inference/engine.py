@@ -161,6 +161,8 @@ TRIAL_NICENESS = 5
 MAX_TRIAL_WAIT, TRIAL_POLL = 1.0, 0.005
 # Seconds without a request after which the engine counts as idle: direct clients send requests at any time.
 QUIET_SECONDS = 3.0
+# Promised or used share of an accelerator's time above which larger batches are compiled while robots run.
+CROWDED_LOAD = 0.3
 
 
 class Engine:
@@ -177,8 +179,9 @@ class Engine:
         policy_cache: policies in memory.
         replica_manager: adds and removes devices, and copies policies to them.
         reservations: device time that sessions reserved.
-        batch_compiler: compiles larger batches while no robot runs.
+        batch_compiler: compiles larger batches while no robot runs, or for many robots on an accelerator.
         has_running_robot: whether a session moves its robot.
+        needs_batches: whether sessions reserved so much time that larger batches are worth a compilation.
     """
 
     def __init__(
@@ -206,6 +209,7 @@ class Engine:
         self.stuck_after = stuck_after
         self.durations = durations or LoadDurations()
         self.has_running_robot: Callable[[], bool] = lambda: False
+        self.needs_batches: Callable[[], bool] = lambda: self.reservations.load > CROWDED_LOAD
         self._pending, self._last_used_at = 0, -QUIET_SECONDS
         self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self.reservations = Reservations(max_load)
@@ -214,7 +218,7 @@ class Engine:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
             workers = [InferenceWorker(name, stuck_after) for name in names]
         self.devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
-        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches)
+        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, self._is_crowded)
         self.policy_cache = PolicyCache(
             self.devices.replicate,
             self._on_policy_loaded,
@@ -232,6 +236,16 @@ class Engine:
     def _may_compile_batches(self) -> bool:
         is_quiet = time.monotonic() >= self._last_used_at + QUIET_SECONDS
         return is_quiet and not (self._pending or self.policy_cache.building.locked() or self.has_running_robot())
+
+    def _is_crowded(self) -> bool:
+        """Return whether robots need larger batches of an accelerator. A CPU would compile where it computes."""
+        if self.policy_cache.building.locked():
+            return False
+        now, replicas = time.monotonic(), [one for loaded in self.policy_cache.all for one in loaded.replicas]
+        if all(replica.policy.device.startswith("cpu") for replica in replicas):
+            return False
+        busiest = max((worker.load(now) for worker in self.devices.workers.values()), default=0.0)
+        return self.needs_batches() or (self.devices.waiting > 0 and busiest > CROWDED_LOAD)
 
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
         """Compile a policy for frames of these sizes, outside of the device thread; raises PolicyFailed."""

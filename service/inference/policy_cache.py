@@ -318,19 +318,23 @@ class _CompileJob:
 
 
 class BatchCompiler:
-    """Compiles larger batch sizes in sequence while no robot runs.
+    """Compiles larger batch sizes in sequence while no robot runs, or while many robots need them.
 
     Args:
         batches: sizes in addition to 1.
         is_allowed: whether it may start: no robot runs and nothing else loads.
+        is_needed: whether it may start although robots run.
 
     Attributes:
-        idle: set while nothing is compiled.
+        idle: set unless something is compiled that robots wait for.
+        remaining_elsewhere: number of programs that engines in other processes still have to compile.
     """
 
-    def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool]):
+    def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool], is_needed: Callable[[], bool]):
         self._batches = sorted(set(batches) - {1})
         self._is_allowed = is_allowed
+        self._is_needed = is_needed
+        self.remaining_elsewhere = 0
         self._jobs: list[_CompileJob] = []
         self._task: asyncio.Task[None] | None = None
         self.idle = asyncio.Event()
@@ -339,13 +343,14 @@ class BatchCompiler:
     @property
     def remaining(self) -> int:
         """Number of programs that are still to be compiled."""
-        return len(self._jobs)
+        return len(self._jobs) + self.remaining_elsewhere
 
     def schedule(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
-        """Schedule all batch sizes for frames of these sizes."""
+        """Schedule all batch sizes for frames of these sizes, before the frames of earlier calls."""
         scheduled = [(job.loaded(), job.sizes, job.batch) for job in self._jobs]
         reference = weakref.ref(loaded)
-        self._jobs += [
+        # A robot sends the newest frame sizes, but perhaps no robot sends the sizes that the policy was trained with.
+        self._jobs[:0] = [
             _CompileJob(reference, sizes, batch) for batch in self._batches if (loaded, sizes, batch) not in scheduled
         ]
         if self._jobs and self._task is None:
@@ -355,11 +360,12 @@ class BatchCompiler:
         while self._jobs:
             self._jobs = [job for job in self._jobs if job.loaded() is not None]
             is_allowed = self._is_allowed()
-            job = next((job for job in self._jobs if is_allowed or _is_compiled(job)), None)
+            may_start = is_allowed or self._is_needed()
+            job = next((job for job in self._jobs if may_start or _is_compiled(job)), None)
             if job is None:
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
-            if is_allowed:  # a trial alone delays no request
+            if is_allowed:  # Other robots run already, or it is only a trial: a robot that starts does not wait for it.
                 self.idle.clear()
             try:
                 await self._compile(job, PROFILE_SECONDS if is_allowed else 0.0)

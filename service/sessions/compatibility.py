@@ -174,16 +174,19 @@ def reserve_rate(
     per_second = config.action_rate / config.action_steps
     admission = engine.reservations.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
     if not admission.fits:
+        text = admission.text
+        if left := engine.batch_compiler.remaining:
+            text += f" (programs for larger batches that are not compiled yet: {left}; more may fit when they are)"
         steps = math.ceil(config.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
         if not degrade:
             raise Overloaded(
-                f"the engine has no time for this session: {admission.text}; send degrade: true to run fewer "
+                f"the engine has no time for this session: {text}; send degrade: true to run fewer "
                 "inferences, or delete another session"
             )
         if steps > config.chunk:
             raise Overloaded(
                 f"the engine has no time for this session, not even when all {config.chunk} actions of a chunk are "
-                f"done before the next: {admission.text}; delete another session"
+                f"done before the next: {text}; delete another session"
             )
         config = replace(config, action_steps=int(steps))
     engine.reservations.reserve(holder, loaded, config.action_rate / config.action_steps, read_sizes)

@@ -318,14 +318,18 @@ class DirectInference:
         instruction = await self.resolve_instruction(observed, robot_io)
         spec = self._spec_for(robot_io)
         pose, out_of_range = observed.get_pose(spec)
-        frames = await observed.decode_images(spec) if observed.files else observed.frames
-        past = [(await before.decode_images(spec), before.get_pose(spec)[0]) for before in observed.past]
+        moments = *observed.past, observed
+        pictures = [one.frames for one in moments]
+        if any(one.files for one in moments):
+            pictures = await asyncio.gather(*(one.decode_images(spec) for one in moments))
+        *before, frames = pictures
+        past = [(images, one.get_pose(spec)[0]) for images, one in zip(before, observed.past, strict=True)]
         decode_seconds = time.monotonic() - began
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
         self.check_units(observed, robot_io)
         snapshot = Snapshot(frames, pose, began if observed_at is None else observed_at, sizes, past=past)
-        for before, _ in past:
-            observation.check_same_sizes(before, snapshot.sizes)
+        for images, _ in past:
+            observation.check_same_sizes(images, snapshot.sizes)
         if instruction != self._instruction:
             self._window.clear()  # Observations of another task do not belong to the history.
             self._instruction = instruction

@@ -160,10 +160,10 @@ class FakeEngine:
         finally:
             pool.leave(self._name)
 
-    def facts(self, handles: Sequence[str], has_running_robot: bool) -> EngineFacts:
+    def facts(self, handles: Sequence[str], has_running_robot: bool, needs_batches: bool) -> EngineFacts:
         if error := self._pool.unreached.get(self._name):
             raise error
-        return EngineFacts(load=self._pool.load)
+        return EngineFacts(load=self._pool.load, to_compile=3)
 
     def act(self, handle: str, observation: Any, due: float | None) -> InferenceResult:
         return InferenceResult(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.001, 0.0, 0.001)
@@ -276,6 +276,7 @@ async def test_a_second_policy_of_busy_engines_is_loaded_one_at_a_time(begin: An
     pool.load = 0.2
     server = await begin(pool)
     await until(lambda: all(engine["load"] for engine in server.cluster.engines.get_stats()["engines"]))
+    assert server.engine.get_stats()["batch_sizes_to_compile"] == 3
     assert where(await server.load(folder)) == ["1", "2", "3"]
     assert pool.most == 1
 

@@ -1,12 +1,15 @@
-"""Conditions under which an engine ends its own process."""
+"""Conditions under which an engine ends its own process, and what it remembers of polls."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
 
+import jaxmodels
 from service.engines import host as host_module
 from service.engines.host import EngineHost, _CachedPolicy
 from service.engines.messages import EngineOptions, Refusal
@@ -62,3 +65,22 @@ async def test_engine_with_an_endless_build_ends_when_no_robot_moves(
     has_running_robot = False
     await until(lambda: ends)
     watching.cancel()
+
+
+async def test_robots_and_needed_batches_are_remembered_between_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((os, "nice"), (sys, "setswitchinterval"), (jaxmodels, "isolate_tokenizers")):
+        monkeypatch.setattr(owner, name, lambda *arguments: 0)
+    monkeypatch.setattr(host_module, "_open_devices", lambda options: ("cuda:0",))
+    host = EngineHost("cuda:0", EngineOptions(batch_sizes=(1, 2)))
+    await host.begin()
+    engine = host._opened_engine()
+    assert (await host.facts()).to_compile == 0
+    assert (engine.has_running_robot(), engine.needs_batches()) == (False, False)
+    await host.facts([], True, True)
+    await host.facts()  # Another poll of the same engine, which knows no robots.
+    assert (engine.has_running_robot(), engine.needs_batches()) == (True, True)
+    monkeypatch.setattr(host_module, "ROBOT_MEMORY", 0.0)
+    assert (engine.has_running_robot(), engine.needs_batches()) == (False, False)
+    assert host._watch_task is not None
+    host._watch_task.cancel()
+    await engine.close()

@@ -100,12 +100,12 @@ async def test_time_on_the_network_counts_as_waiting(engine: Engine, worker: Rem
     assert found.total > 0.12
     assert worker.pending == 0
     assert replica.latencies[replica.trained_frames].is_measured is False
-    assert replica.latencies[frozenset()].measured(4).median == 0.03
+    assert replica.latencies[frozenset()].measured(4).median == pytest.approx(0.09), "the device was busy for the batch"
 
 
 async def test_latency_is_kept_per_frame_size(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
     for height, seconds in ((48, 0.001), (480, 0.004)):
-        engine.answers = [check_answer(compute=seconds)]
+        engine.answers = [check_answer(queue=0.0, total=seconds)]
         await worker.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
     await record_latency()
     assert replica.latencies[replica.trained_frames].measured(4).median == 0.001

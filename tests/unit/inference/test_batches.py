@@ -181,6 +181,53 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     await engine.close()
 
 
+@pytest.mark.parametrize(("device", "sizes"), [("cuda:0", {2, 4}), ("cpu:0", set())])
+async def test_batches_are_compiled_while_robots_wait_for_an_accelerator(device, sizes, monkeypatch) -> None:
+    monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
+    monkeypatch.setattr("service.inference.device_worker.LOAD_WINDOW", 0.1)
+    policy = ScriptedPolicy(device=device, latency=0.01)
+    engine = Engine(batch_sizes=(1, 2, 4))
+    engine.has_running_robot = lambda: True
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await engine.infer(served, make_input())
+        await asyncio.sleep(0.05)
+        assert policy.batches == [], "one robot does not need them"
+        for _ in range(40):
+            await asyncio.gather(*(engine.infer(served, make_input(position)) for position in range(4)))
+            assert engine.batch_compiler.idle.is_set(), "a robot that starts does not wait for it"
+        assert {batch for batch, _ in policy.batches} == sizes
+    await engine.close()
+
+
+@pytest.mark.parametrize(("rate", "sizes"), [(20.0, []), (40.0, [2, 4])])
+async def test_batches_are_compiled_for_sessions_that_fill_an_accelerator(rate, sizes, monkeypatch) -> None:
+    """A refused session would else wait until no robot runs, although hardly any robot runs."""
+    monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
+    policy = ScriptedPolicy(device="cuda:0", latency=0.01)
+    engine = Engine(batch_sizes=(1, 2, 4))
+    engine.has_running_robot = lambda: True
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        assert served.replicas[0].latencies[served.replicas[0].trained_frames].measured(1).median == 0.01
+        engine.reservations.reserve("robot", served, rate, lambda: None)
+        await asyncio.sleep(0.1)
+        assert [batch for batch, _ in policy.batches] == sizes
+    await engine.close()
+
+
+async def test_frames_that_a_robot_sends_are_compiled_first(monkeypatch) -> None:
+    monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
+    policy, sent = ScriptedPolicy(), {"front": (480, 640)}
+    engine = Engine(batch_sizes=(1, 2, 4))
+    engine.has_running_robot = lambda: True
+    async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await engine.compile(served, sent)
+        engine.has_running_robot = lambda: False
+        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
+        trained = dict(policy.requirements.cameras)
+        assert policy.batches == [(2, sent), (4, sent), (2, trained), (4, trained)]
+    await engine.close()
+
+
 async def test_a_compile_waits_for_clients_without_a_control_loop(monkeypatch) -> None:
     monkeypatch.setattr("service.inference.engine.QUIET_SECONDS", 0.2)
     monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)

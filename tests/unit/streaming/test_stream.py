@@ -358,6 +358,23 @@ async def test_a_slowly_decoded_image_does_not_restore_older_joints(server, monk
         assert buffer.measured_joints()["Elbow"] == -30.0
 
 
+async def test_a_slow_decode_delays_neither_a_stop_nor_other_robots(server, monkeypatch):
+    gate, decode = threading.Event(), observation.decode_image
+    monkeypatch.setattr(observation, "decode_image", lambda *arguments: gate.wait(30) and decode(*arguments))
+    await server.create("other")
+    file = io.BytesIO()
+    Image.fromarray(server.observe()["images"]["front"]).save(file, "JPEG")
+    async with server.client() as slow, server.stream("/sessions/other/stream") as socket:
+        await slow.send("act", **server.observe(images={"front": file.getvalue()}))
+        other = Client(socket)
+        await other.send("act", **server.observe())
+        assert (await other.receive("chunk"))["actions"].shape == (20, 6)
+        await slow.send("stop", reason="enough")
+        assert (await slow.receive("stopped"))["reason"] == "enough"
+        gate.set()
+        assert (await slow.receive("error"))["code"] == "move_refused"
+
+
 async def test_commands_to_a_client_that_does_not_read_are_refused(server, monkeypatch):
     async with server.client() as client:
         await client.send("observation", **server.observe())

@@ -1,17 +1,20 @@
 """Windows of several observations from clients without rooms."""
 
 import asyncio
+import io
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from service.control.observation_buffer import Snapshot
 from service.recording.mcap_files import McapSource
 from service.recording.replay import replay_recording
-from service.streaming import codec
+from service.streaming import codec, observation
 from service.streaming.direct_inference import ObservationWindow
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
@@ -54,6 +57,19 @@ def window(*moments: int, **more: object) -> dict[str, object]:
 async def server(serve):
     async with serve(policy=RecordingPolicy()) as server:
         yield server
+
+
+async def test_pictures_of_all_moments_are_decoded_in_parallel(server, monkeypatch) -> None:
+    """A decoder waits until two others decode, too."""
+    barrier, decode = threading.Barrier(3), observation.decode_image
+    monkeypatch.setattr(observation, "_DECODERS", ThreadPoolExecutor(3))
+    monkeypatch.setattr(observation, "decode_image", lambda *arguments: barrier.wait(10) >= 0 and decode(*arguments))
+    files = []
+    for moment in (1, 2, 3):
+        files.append(io.BytesIO())
+        Image.fromarray(np.full((48, 64, 3), moment, np.uint8)).save(files[-1], "PNG")
+    await server.acted(window(1, 2, 3, images={"front": [file.getvalue() for file in files]}))
+    assert server.policy.shown == [pairs(1, 2, 3)]
 
 
 @pytest.mark.parametrize("want", ["chunk", "action"])
