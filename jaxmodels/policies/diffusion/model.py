@@ -24,7 +24,13 @@ from jaxmodels.checkpoints.tensor_layouts import (
     module_tensor,
 )
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
-from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
+from jaxmodels.layers.vision import (
+    ResNet,
+    SpatialSoftmax,
+    assemble_resnets,
+    measure_feature_map,
+    prepare_resnets,
+)
 from jaxmodels.policies import ActStage
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
 from jaxmodels.samplers import ddim, ddpm
@@ -326,9 +332,14 @@ def condition_width(config: DiffusionConfig) -> int:
     return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
 
 
+def prepare(config: DiffusionConfig, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Return the weights for serving on a platform of JAX."""
+    return prepare_resnets(weights, platform)
+
+
 def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
     """Return the network over serving weights."""
-    return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
+    return assemble_resnets(blueprint_of(DiffusionPolicyModel, config), weights)
 
 
 def _encode(
