@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
@@ -134,6 +135,11 @@ class GroupNorm(nnx.Module):
         return jnp.repeat(groups, x.shape[-1] // self.groups, axis=-1)[:, None, None]
 
 
+def is_folded(norm: "BatchNorm | FrozenBatchNorm") -> bool:
+    """Return whether serving weights have the norm's scale in the kernel before it, so that only the bias is left."""
+    return isinstance(norm.scale.get_value(), jax.ShapeDtypeStruct)
+
+
 MOMENTUM = 0.1  # Share of a batch's statistics in the updated running statistics, as in PyTorch.
 
 
@@ -151,6 +157,8 @@ class BatchNorm(nnx.Module):
         self.variance = RunningStatistic(jnp.ones(width))
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        if is_folded(self):
+            return x + self.bias[...]
         mean, variance = self.mean[...].astype(jnp.float32), self.variance[...].astype(jnp.float32)
         wide = x.astype(jnp.float32)
         if not self.use_running_average:
@@ -175,5 +183,7 @@ class FrozenBatchNorm(nnx.Module):
         self.variance = Buffer(jnp.ones(width))
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        if is_folded(self):
+            return x + self.bias[...]
         scale = self.scale[...] * lax.rsqrt(self.variance[...] + EPSILON)
         return x * scale + (self.bias[...] - self.mean[...] * scale)

@@ -6,7 +6,7 @@ Winograd (https://arxiv.org/abs/1509.09308) computes every 2x2 tile of the outpu
 and sixteen small matrix products, which is faster on CPUs if the intermediate planes stay in the cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -17,7 +17,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.norm import Buffer, FrozenBatchNorm, GroupNorm
+from jaxmodels.layers.norm import EPSILON, Buffer, FrozenBatchNorm, GroupNorm
+from jaxmodels.weights import Blueprint, Module
 
 # Name to (is a bottleneck, blocks of each stage).
 RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
@@ -30,31 +31,37 @@ RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
 STAGE_WIDTHS = (64, 128, 256, 512)
 EXPANSION = 4  # Output channels of a bottleneck per inner channel.
 
+# Axes of kernels: height, width, inputs, outputs. For cuDNN, XLA transposes other layouts than OHWI in each call.
+HWIO, OHWI = "HWIO", "OHWI"
+SUFFIX = f".{OHWI}"  # Ends the names of kernels with this layout in serving weights.
+
 _init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 def convolve(
-    x: Float[Array, "b h w c"], kernel: Float[Array, "k k c c2"], stride: int = 1, dilation: int = 1
+    x: Float[Array, "b h w c"], kernel: Float[Array, "_ k _ _"], stride: int = 1, dilation: int = 1, layout: str = HWIO
 ) -> Float[Array, "b h2 w2 c2"]:
     """Convolve with a border of zeros that keeps the size except for the stride, as torchvision's ResNets do.
 
-    Maps that are not larger than the kernel use a product, because XLA's convolution on a CPU is slow for them.
+    The kernel is (k, k, c, c2), or (c2, k, k, c) in the layout `OHWI`. Maps that are not larger than the kernel use a
+    product, because XLA's convolution on a CPU is slow for them.
     """
-    size = kernel.shape[0]
+    size = kernel.shape[1]
     pad = dilation * (size // 2)
     rows, columns = (-(-side // stride) for side in x.shape[1:3])
     if min(rows, columns) < size and dilation == 1:
         x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
         ends = stride * (rows - 1) + 1, stride * (columns - 1) + 1
         looks = [x[:, i : i + ends[0] : stride, j : j + ends[1] : stride] for i in range(size) for j in range(size)]
-        return jnp.concatenate(looks, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
+        matrix = kernel.reshape(-1, kernel.shape[3]) if layout == HWIO else kernel.reshape(kernel.shape[0], -1).T
+        return jnp.concatenate(looks, axis=-1) @ matrix
     return lax.conv_general_dilated(
         x,
         kernel,
         (stride, stride),
         ((pad, pad), (pad, pad)),
         rhs_dilation=(dilation, dilation),
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        dimension_numbers=("NHWC", layout, "NHWC"),
     )
 
 
@@ -66,12 +73,14 @@ class Convolution(nnx.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1, *, rngs: nnx.Rngs):
-        self.stride, self.dilation = stride, dilation
+        self.stride, self.dilation, self.layout = stride, dilation, HWIO
         self.kernel = nnx.Param(_init(rngs.params(), (size, size, inputs, outputs), jnp.float32))
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         kernel = self.kernel[...]
-        return convolve_winograd(x, kernel) if kernel.ndim == 3 else convolve(x, kernel, self.stride, self.dilation)
+        if kernel.ndim == 3:
+            return convolve_winograd(x, kernel)
+        return convolve(x, kernel, self.stride, self.dilation, self.layout)
 
 
 class BlockPlan(NamedTuple):
@@ -186,6 +195,36 @@ class ResNet(nnx.Module):
             for block in stage:
                 x = block(x)
         return x
+
+
+def prepare_resnets(weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Return serving weights of a policy with ResNets: a kernel contains the scale of its batch norm.
+
+    The norm's bias remains. On a GPU, kernels have the layout `OHWI`, and their names end in `SUFFIX`. cuDNN then
+    computes a convolution, its bias, the skip connection and ReLU in a single call.
+    """
+    serving = dict(weights)
+    for name in weights:
+        norm, _, part = name.rpartition(".")
+        layer = norm.removesuffix("_norm").replace("norms.", "convolutions.")
+        kernel = f"{layer}.kernel"
+        if part != "bias" or layer == norm or kernel not in weights:
+            continue
+        if f"{norm}.mean" in weights:
+            scale, mean, variance = (serving.pop(f"{norm}.{part}") for part in ("scale", "mean", "variance"))
+            scale = scale * (variance + EPSILON) ** -0.5
+            serving |= {kernel: weights[kernel] * scale, name: weights[name] - mean * scale}
+        if platform == "gpu":
+            serving[kernel + SUFFIX] = serving.pop(kernel).transpose(3, 0, 1, 2)
+    return serving
+
+
+def assemble_resnets(plan: Blueprint[Module], weights: Mapping[str, Any]) -> Module:
+    """Return a policy's network over the weights of its module, or over serving weights of `prepare_resnets`."""
+    model = plan.assemble({name.removesuffix(SUFFIX): array for name, array in weights.items()})
+    if any(name.endswith(SUFFIX) for name in weights):
+        model.set_attributes(Convolution, layout=OHWI)
+    return model
 
 
 class SpatialSoftmax(nnx.Module):

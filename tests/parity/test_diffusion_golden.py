@@ -22,6 +22,7 @@ from tests.testing.models import relative_error
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_diffusion"
 LOSSES = GOLDEN.parent / "lerobot_losses" / "diffusion"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+BATCH_NORM = "diffusion_batch_norm_ddim"
 pytestmark = pytest.mark.fully_compiled
 # The program runs once and has hundreds of tensors, so optimizing it takes longer than it saves.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -43,9 +44,9 @@ def chunks(name: str):
         yield observation, noises, {key.removeprefix(f"out.{frame}."): array for key, array in io.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_chunks_equal_lerobot(name: str, golden_folder) -> None:
-    policy = jaxmodels.load_policy(golden_folder(name))
+@pytest.mark.parametrize(("name", "platform"), [*((name, "cpu") for name in NAMES), (BATCH_NORM, "gpu")])
+def test_chunks_equal_lerobot(name: str, platform: str, golden_folder) -> None:
+    policy = jaxmodels.load_policy(golden_folder(name), platform=platform)
     found = list(chunks(name))
     assert len(found) == 2
     for observation, noises, recorded in found:

@@ -21,7 +21,7 @@ from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS, FeedForward, dropout
 from jaxmodels.layers.norm import Buffer, LayerNorm
-from jaxmodels.layers.vision import ResNet, SmallCnn
+from jaxmodels.layers.vision import ResNet, SmallCnn, assemble_resnets
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.config import SMALL_CNN
 from jaxmodels.types import Observation
@@ -336,9 +336,7 @@ class Act(nnx.Module):
 
 def act(config: ActConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """Return a normalised action chunk for a normalised observation, with weights of `prepare`."""
-    plan = blueprint_of(Act, config)
-    # The latent is zeros, so serving weights have neither its kernel nor the VAE's encoder.
-    return plan.assemble({**dict.fromkeys(plan.shapes), **weights})(observation)
+    return assemble_resnets(blueprint_of(Act, config), weights)(observation)
 
 
 class TemporalEnsembler:

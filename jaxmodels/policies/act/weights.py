@@ -24,14 +24,17 @@ WINOGRAD_CHANNELS = 64
 def prepare(config: ActConfig, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
     """Return the weights for serving, on a platform of JAX (``cpu``).
 
-    The encoder of the VAE and the kernel of the latent, which is zeros in serving, are left out. On a CPU, 3x3 kernels
-    whose planes fit into the cache are transformed for Winograd's convolution (jaxmodels/layers/vision.py).
+    The encoder of the VAE and the kernel of the latent, which is zeros in serving, are left out. ResNets are
+    prepared by `prepare_resnets`. On a CPU, 3x3 kernels whose planes fit into the cache are then transformed for
+    Winograd's convolution.
     """
     serving = {
         name: array
         for name, array in weights.items()
         if not name.startswith("latent_encoder.") and name != "latent_in.kernel"
     }
+    if config.cameras and config.vision_backbone in RESNETS:
+        serving = vision.prepare_resnets(serving, platform)
     if platform != "cpu" or not config.cameras or config.vision_backbone not in RESNETS:
         return serving
     # All cameras share the kernels, so the largest camera decides.

@@ -213,6 +213,11 @@ class DiffusionConfig(LerobotConfig):
         return self.steps - 1 if self.noise_scheduler_type == "DDPM" else 0
 
     @property
+    def table_numbers(self) -> int:
+        films = 4 * sum(self.down_dims) * (1 + self.use_film_scale_modulation)
+        return super().table_numbers + self.steps * films  # FiLM terms of the sampler's steps.
+
+    @property
     def schedule(self) -> NoiseSchedule:
         """Noise schedule of training and sampling."""
         return NoiseSchedule(

@@ -1,7 +1,8 @@
 """Diffusion Policy's model: encoders that make one condition, and a U-Net over time that it modulates (FiLM)."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -23,9 +24,10 @@ from jaxmodels.checkpoints.tensor_layouts import (
     Tensor,
     module_tensor,
 )
+from jaxmodels.devices import use_exact_products
 from jaxmodels.layers.norm import BatchNorm, GroupNorm
-from jaxmodels.layers.vision import ResNet, SpatialSoftmax, measure_feature_map
-from jaxmodels.policies import ActStage
+from jaxmodels.layers.vision import ResNet, SpatialSoftmax, assemble_resnets, measure_feature_map, prepare_resnets
+from jaxmodels.policies import CONSTANTS, ActStage
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
 from jaxmodels.quantization import multiply
 from jaxmodels.samplers import ddim, ddpm
@@ -34,8 +36,7 @@ from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint_of
 
 Chunk: TypeAlias = Float[Array, "b t a"]
-Films: TypeAlias = list[Float[Array, "b _"]]  # Terms of each block.
-StepFilms: TypeAlias = list[Float[Array, "n _"]]  # Terms of each block for all steps.
+Films: TypeAlias = Float[Array, "b f"]  # FiLM terms of all blocks, one after the other.
 TEMPERATURE = 10_000
 EVALUATION = 0  # Seed of the noise of an evaluation.
 
@@ -110,12 +111,12 @@ class Upsample(nnx.Module):
         self.bias = nnx.Param(jax.random.uniform(rngs.params(), (width,), minval=-bound, maxval=bound))
 
     def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t2 c"]:
-        kernel = self.kernel[...]
         around = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
         before, after = around[:, :-2], around[:, 2:]
-        even = x @ kernel[1] + before @ kernel[3]
-        odd = x @ kernel[2] + after @ kernel[0]
-        return rearrange(jnp.stack((even, odd), axis=2), "b t two c -> b (t two) c") + self.bias[...]
+        # One product for each part of the kernel: slices of the kernel would be copied in each step.
+        parts = jnp.einsum("kbtc,kcd->kbtd", jnp.stack((after, x, x, before)), self.kernel[...])
+        both = jnp.stack((parts[1] + parts[3], parts[2] + parts[0]), axis=2)
+        return rearrange(both, "b t two c -> b (t two) c") + self.bias[...]
 
 
 class ConvolutionBlock(nnx.Module):
@@ -140,7 +141,7 @@ class ResidualBlock(nnx.Module):
         self.skip = None if inputs == outputs else TimeConvolution(inputs, outputs, 1, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t c"], film: Float[Array, "b f"]) -> Float[Array, "b t d"]:
-        """``film``: of the step and the condition, see `UNet.prepare`."""
+        """``film``: the block's terms of the step and the condition."""
         out = self.first(x)
         if self.has_scale:
             scale, shift = jnp.split(film[:, None], 2, axis=-1)
@@ -167,7 +168,7 @@ class Level(nnx.Module):
         self.second = ResidualBlock(config, outputs, outputs, condition, rngs=rngs)
         self.change = change
 
-    def __call__(self, x: Float[Array, "b t c"], films: Films) -> Float[Array, "b t d"]:
+    def __call__(self, x: Float[Array, "b t c"], films: Sequence[Float[Array, "b _"]]) -> Float[Array, "b t d"]:
         return self.second(self.first(x, films[0]), films[1])
 
 
@@ -203,25 +204,27 @@ class UNet(nnx.Module):
         up = [block for level in self.up for block in (level.first, level.second)]
         return [*down, *self.middle, *up]
 
-    def prepare(self, timesteps: Int[Array, " n"], condition: Float[Array, "b c"]) -> tuple[StepFilms, Films]:
-        """Return each block's FiLM terms of all steps and of the condition; a block uses their sum."""
-        half = self.step_width // 2
+    def embed_steps(self, timesteps: Int[Array, " n"]) -> Float[Array, "n f"]:
+        """Return the FiLM terms of timesteps; a block uses their sum with the terms of the condition."""
+        half, terms = self.step_width // 2, []
         frequencies = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(TEMPERATURE) / (half - 1)))
         angle = timesteps[:, None].astype(jnp.float32) * frequencies
-        waves = jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), axis=-1).astype(condition.dtype)
+        waves = jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), axis=-1).astype(self.out.kernel[...].dtype)
         steps = jax.nn.mish(self.step_down(jax.nn.mish(self.step_up(waves))))
-        activated, width = jax.nn.mish(condition), self.step_width
-        of_steps, of_condition = [], []
         for block in self.blocks:
-            kernel, bias = block.film.kernel[...], block.film.bias
-            assert bias is not None
-            of_steps.append(steps @ kernel[:width] + bias[...])
-            of_condition.append(activated @ kernel[width:])
-        return of_steps, of_condition
+            assert block.film.bias is not None
+            terms.append(steps @ block.film.kernel[...][: self.step_width] + block.film.bias[...])
+        return jnp.concatenate(terms, axis=-1)
+
+    def embed_condition(self, condition: Float[Array, "b c"]) -> Films:
+        """Return the FiLM terms of the condition, whose rows are the last of a kernel, and all in serving weights."""
+        activated, width = jax.nn.mish(condition), condition.shape[-1]
+        return jnp.concatenate([activated @ block.film.kernel[...][-width:] for block in self.blocks], axis=-1)
 
     def __call__(self, x: Chunk, films: Films) -> Chunk:
-        """Run the U-Net with the FiLM of each block (see `prepare`)."""
-        left, skips = iter(films), []
+        """Run the U-Net with the sum of the FiLM terms of the step and of the condition."""
+        widths = [block.film.kernel.shape[1] for block in self.blocks]
+        left, skips = iter(jnp.split(films, np.cumsum(widths)[:-1], axis=-1)), []
         for level in self.down:
             x = level(x, [next(left), next(left)])
             skips.append(x)
@@ -309,9 +312,8 @@ class DiffusionPolicyModel(nnx.Module):
         timesteps = drawn if timesteps is None else timesteps
         if noise is None:
             noise = jax.random.normal(noise_key, actions.shape, jnp.float32)
-        of_steps, of_condition = self.unet.prepare(timesteps, self.condition(observation, crop))
-        films = [step + condition for step, condition in zip(of_steps, of_condition, strict=True)]
-        prediction = self.unet(schedule.add_noise(actions, noise, timesteps).astype(films[0].dtype), films)
+        films = self.unet.embed_steps(timesteps) + self.unet.embed_condition(self.condition(observation, crop))
+        prediction = self.unet(schedule.add_noise(actions, noise, timesteps).astype(films.dtype), films)
         error = jnp.square(prediction.astype(jnp.float32) - schedule.target(actions, noise, timesteps))
         if not self.config.do_mask_loss_for_padding:
             value = error.mean()
@@ -327,31 +329,49 @@ def condition_width(config: DiffusionConfig) -> int:
     return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
 
 
+STEP_FILMS = f"{CONSTANTS}step_films"  # FiLM terms of the sampler's steps in serving weights.
+
+
+def prepare(config: DiffusionConfig, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Return the weights for serving on a platform of JAX, with ResNets of `prepare_resnets`.
+
+    The FiLM terms of the sampler's steps are constants of a checkpoint, and replace the weights that only they read.
+    """
+    serving = {
+        name: array[config.diffusion_step_embed_dim :] if name.endswith("film.kernel") else array
+        for name, array in prepare_resnets(weights, platform).items()
+        if not name.endswith("film.bias") and not name.startswith("unet.step_")
+    }
+    with use_exact_products(np.float32):
+        return serving | {STEP_FILMS: _embed_steps(config.architecture(), dict(weights))}
+
+
+@partial(jax.jit, static_argnums=0)  # It leaves out the weights that are not read.
+def _embed_steps(config: DiffusionConfig, weights: Mapping[str, Array]) -> Float[Array, "n f"]:
+    return assemble(config, weights).unet.embed_steps(jnp.asarray(config.schedule.timesteps(config.steps)))
+
+
 def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
     """Return the network over serving weights."""
-    return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
+    return assemble_resnets(blueprint_of(DiffusionPolicyModel, config), weights)
 
 
-def _encode(
-    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None
-) -> tuple[StepFilms, Films]:
-    """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
-    model, timesteps = assemble(config, weights), jnp.asarray(config.schedule.timesteps(config.steps))
-    return model.unet.prepare(timesteps, model.condition(observation))
+def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> Films:
+    """Return the FiLM terms of the observation, once per chunk."""
+    model = assemble(config, weights)
+    return model.unet.embed_condition(model.condition(observation))
 
 
-def _denoise(
-    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: tuple[StepFilms, Films]
-) -> Chunk:
+def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Films) -> Chunk:
     """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    of_steps, of_condition = given
     schedule, steps = config.schedule, config.steps
     key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
     first, each = jax.random.split(key)
     if noise is None:
-        noise = draw_for_each(first, config.noise, of_condition[0].shape[0])
+        noise = draw_for_each(first, config.noise, given.shape[0])
     shape = noise.shape
-    predict = Partial(_predict, assemble(config, weights).unet, of_condition)
+    predict = Partial(_predict, assemble(config, weights).unet, given)
+    of_steps = weights[STEP_FILMS] if STEP_FILMS in weights else _embed_steps(config, weights)
     options: dict[str, Any] = {"steps": steps, "start": noise, "extras": of_steps}
     if config.noise_scheduler_type == "DDIM":
         chunk = ddim(predict, shape, key, schedule, **options)
@@ -366,11 +386,11 @@ def _denoise(
 STAGES = (ActStage("encode", _encode), ActStage("denoise", _denoise, count=lambda config: config.steps))
 
 
-def _predict(unet: UNet, of_condition: Films, x: Chunk, t: Any, of_step: list[Float[Array, " _"]]) -> Chunk:
+def _predict(unet: UNet, of_condition: Films, x: Chunk, t: Any, of_step: Float[Array, " f"]) -> Chunk:
     """Return the U-Net's prediction for a noisy chunk at the step of ``of_step``."""
     del t  # `of_step` contains the time.
-    films = [step + condition for step, condition in zip(of_step, of_condition, strict=True)]
-    return unet(x.astype(films[0].dtype), films)
+    films = (of_step.astype(jnp.float32) + of_condition.astype(jnp.float32)).astype(of_condition.dtype)
+    return unet(x.astype(films.dtype), films)
 
 
 # Parts of a ResNet in torch's Sequential.

@@ -8,6 +8,7 @@ POLICY = PolicyType(
     config=DiffusionConfig.from_json,
     model=model.DiffusionPolicyModel,
     tensors=model.tensors,
+    prepare=model.prepare,
     stages=model.STAGES,
     parts={"encoder": "vision", "": "denoiser"},
     small={

@@ -13,6 +13,7 @@ from jaxmodels.policies.act import model
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act, act
 from jaxmodels.policies.act.weights import prepare
+from jaxmodels.policy import Policy
 from jaxmodels.types import Feature, Observation
 from jaxmodels.weights import blueprint_of
 
@@ -68,10 +69,21 @@ def test_serving_weights_give_the_same_chunk(name: str, small, checkpoint_of, mo
     for platform in ("cpu", "gpu"):  # The weights for both platforms run on a CPU.
         serving = jax.device_put(dict(prepare(config, checkpoint.weights, platform)))
         assert not any(key.startswith("latent_encoder") for key in serving)
-        if platform == "gpu" and name != "resnet18":
+        if platform == "gpu" and config.vision_backbone == "small_cnn":
             continue
         found = jax.jit(lambda weights, seen: act(config.architecture(), weights, seen))(serving, observation)
         np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_swapped_weights_for_a_gpu_give_the_same_chunk(small, checkpoint_of, observation_of) -> None:
+    config = small(cameras=("a",), vision_backbone="resnet18")
+    wanted = Policy(checkpoint_of(config, seed=1), device="cpu").act(observation_of(config))
+    for_gpu = Policy(checkpoint_of(config), device="cpu", platform="gpu")
+    found = for_gpu.with_weights(checkpoint_of(config, seed=1))
+    np.testing.assert_allclose(found.act(observation_of(config)), wanted, atol=1e-5 * np.abs(wanted).max())
+    shapes = {name: array.shape for name, array in found.get_serving_weights().items() if "backbone" in name}
+    assert shapes["backbone.stem.kernel.OHWI"] == (64, 7, 7, 3)
+    assert {name.rpartition(".")[2] for name in shapes} == {"OHWI", "bias"}
 
 
 @pytest.mark.parametrize(

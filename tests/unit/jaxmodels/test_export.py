@@ -58,7 +58,7 @@ def list_executables(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "compiled").glob("*-cache")}
 
 
-@pytest.mark.parametrize("name", ["act", PI05])
+@pytest.mark.parametrize("name", ["act", PI05, "diffusion_batch_norm_ddim"])
 def test_bundle_acts_like_its_source_without_compiling(name: str, source: Path, golden_folder, tmp_path: Path) -> None:
     folder = source if name == "act" else golden_folder(name)
     original, steps = jaxmodels.load_policy(folder), []
@@ -70,16 +70,18 @@ def test_bundle_acts_like_its_source_without_compiling(name: str, source: Path, 
     loaded = jaxmodels.load_policy(tmp_path / "bundle")
     given = list_executables(tmp_path)
     assert given == set(load_file(tmp_path / "bundle" / bundle.EXECUTABLES))
+    needs = original.requirements
     for batch in (1, 2):
+        lead = (batch, needs.observation_steps) if needs.observation_steps > 1 else (batch,)
         seen: dict[str, Any] = {
-            f"observation.images.{camera}": np.full((batch, *size, 3), 99, np.uint8)
-            for camera, size in original.requirements.cameras.items()
+            f"observation.images.{camera}": np.full((*lead, *size, 3), 99, np.uint8)
+            for camera, size in needs.cameras.items()
         }
-        seen |= {"observation.state": np.ones((batch, original.requirements.state or 0), np.float32)}
-        seen |= {"task": ["pick"] * batch} if original.requirements.language else {}
+        seen |= {"observation.state": np.ones((*lead, needs.state or 0), np.float32)}
+        seen |= {"task": ["pick"] * batch} if needs.language else {}
         np.testing.assert_array_equal(loaded.act(seen), original.act(seen))
     assert list_executables(tmp_path) == given
-    assert loaded.requirements == original.requirements
+    assert loaded.requirements == needs
     assert loaded.count_parameters().keys() == original.count_parameters().keys() - {"latent encoder"}
 
 
