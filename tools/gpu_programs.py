@@ -95,8 +95,8 @@ def build_checkpoint(policy: str, architecture: Mapping[str, Any]) -> Any:
         return vla_gpu.build_checkpoint(case, Path(folder), is_small=False, draw=draw, architecture=architecture)
 
 
-def compile_parts(checkpoint: Any, batch: int, device: Any) -> Iterator[Part]:
-    """Compile each stage of a policy for a batch of its own frames in bfloat16, then the whole chunk."""
+def compile_parts(checkpoint: Any, batch: int, device: Any, *, has_chunk: bool = True) -> Iterator[Part]:
+    """Compile each stage of a policy for a batch of its own frames in bfloat16, then perhaps the whole chunk."""
     import jax
     import jax.numpy as jnp
 
@@ -139,9 +139,11 @@ def compile_parts(checkpoint: Any, batch: int, device: Any) -> Iterator[Part]:
     )
     inputs = observations.Reader(checkpoint).inputs(batch, None)
     programs.compile_stages([partial(stage.run, plan) for stage in kind.stages], inputs)
-    programs.get_program(inputs)
-    for name, part in zip([*(stage.name for stage in kind.stages), CHUNK], parts, strict=True):
+    for name, part in zip((stage.name for stage in kind.stages), parts, strict=True):
         yield replace(part, name=name)
+    if has_chunk or not kind.stages:
+        programs.get_program(inputs)
+        yield replace(parts[-1], name=CHUNK)
 
 
 def _read_thunks(folder: Path) -> str:
@@ -203,23 +205,36 @@ def main() -> None:
     parser.add_argument("--batch", default="1", help="sizes of batches, e.g. 1,4,16")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--architecture", type=json.loads, default={}, help="JSON: other sizes of pi0 and pi0.5")
+    parser.add_argument("--no-chunk", action="store_true", help="only the stages of policies that have stages")
     parser.add_argument("--set-flags", default="", help="flags of XLA, separated by spaces")
     parser.add_argument("--json", type=Path, help="file for all figures, with the names of copied weights")
     options = parser.parse_args()
     if missing := find_missing_package():
         parser.exit(2, f"{missing}; see the packages in the first lines of {__file__}\n")
     prepare_environment(options.set_flags.split())
-    device, figures = describe_device(options.card), {}
+    import jax
+
+    device = describe_device(options.card)
+    found: dict[str, Any] = {"card": options.card, "jax": version("jax"), "flags": options.set_flags, "policies": {}}
+    failed = 0
     print(ROW.format(*HEADINGS))
     for policy in options.policy or POLICIES:
         checkpoint = build_checkpoint(policy, options.architecture)
+        batches = found["policies"][policy] = {}
         for batch in map(int, options.batch.split(",")):
-            for part in compile_parts(checkpoint, batch, device):
-                print("\n".join(format_rows(policy, batch, part)), flush=True)
-                figures.setdefault(policy, {}).setdefault(str(batch), {})[part.name] = to_json(part)
-    if options.json:
-        found = {"card": options.card, "jax": version("jax"), "flags": options.set_flags, "policies": figures}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+            parts = batches[str(batch)] = {}
+            try:
+                for part in compile_parts(checkpoint, batch, device, has_chunk=not options.no_chunk):
+                    print("\n".join(format_rows(policy, batch, part)), flush=True)
+                    parts[part.name] = to_json(part)
+            except jax.errors.JaxRuntimeError as error:
+                # XLA refuses some small products that it would tune on a real card.
+                failed += 1
+                parts["error"] = str(error).splitlines()[0]
+                print(f"{policy:10} {batch:>5} not compiled: {parts['error'][:300]}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    parser.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
