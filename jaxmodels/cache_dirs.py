@@ -58,6 +58,8 @@ def use_compile_cache() -> Path | None:
     """
     import jax  # Imported here, because a server's process needs the folders but has no JAX.
 
+    # Otherwise the path of the folder is part of each entry's key, and the executables of a bundle have other keys.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     configured = jax.config.values.get("jax_compilation_cache_dir")
     if configured:
         return Path(configured)

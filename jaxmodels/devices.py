@@ -5,10 +5,13 @@ A batch is split over both axes of a mesh, ``data`` and ``fsdp``; parameters and
 e.g. ``("embed", "heads")``), and rules map these names to axes of the mesh.
 """
 
+import hashlib
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -236,6 +239,11 @@ class Placement:
         return self.devices[0].platform
 
     @property
+    def kind(self) -> str:
+        """Kind of device for which executables are compiled: its model, for a CPU its instructions."""
+        return cpu_kind() if self.platform == "cpu" else str(self.devices[0].device_kind)
+
+    @property
     def is_host(self) -> bool:
         """Whether computing on the host's own arrays needs no copy."""
         return self.platform == "cpu" and len(self.devices) == 1
@@ -258,6 +266,16 @@ class Placement:
     @property
     def _mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), (AXIS,))
+
+
+def cpu_kind() -> str:
+    """Return the architecture and a hash of the instruction sets of this machine's processor."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        info = ""
+    flags = next((line for line in info.splitlines() if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
 
 
 def find_placement(name: str | None) -> Placement:

@@ -35,6 +35,8 @@ POLICY_FILES = (
     "stats.json",
     "tokenizer.json",
     "architecture.json",
+    "bundle.json",
+    "executables.safetensors",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",

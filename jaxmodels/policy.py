@@ -21,17 +21,19 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels import observations
+from jaxmodels.cache_dirs import use_compile_cache
+from jaxmodels.checkpoints.bundle import Manifest, install_executables
 from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
-from jaxmodels.devices import Placement, find_dtype, find_placement
+from jaxmodels.devices import PLATFORMS, Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
 from jaxmodels.normalization import Affine, get_outside_name
-from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies import CONSTANTS, get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
-from jaxmodels.program import Inputs, Programs, build_scales
+from jaxmodels.program import Inputs, Program, Programs, Scales, build_scales
 from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
@@ -50,6 +52,7 @@ from jaxmodels.types import (
     is_empty_camera,
     rename_cameras,
 )
+from jaxmodels.weights import check_fit
 
 logger = logging.getLogger(__name__)
 
@@ -344,6 +347,7 @@ class Policy:
         dtype: str | None = None,
         device: str | None = None,
         prompt_cut: str = CUT_TASK,
+        platform: str | None = None,
         _programs: Programs | None = None,
     ):
         _check_prompt_cut(prompt_cut)
@@ -353,22 +357,28 @@ class Policy:
         self.checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
-        self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
+        self._platform = platform or self._placement.platform
+        bundle = checkpoint.bundle
+        if bundle is not None:
+            _check_bundle(bundle, dtype, self._placement)
+            dtype = bundle.dtype
+        self._dtype = find_dtype(dtype, self._platform, self._kind.accelerator_dtype)
         scales = build_scales(checkpoint.config, checkpoint.normalization)
-        serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
-        if _programs is None:
-            shapes = {
-                name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
-            }
-            plan, read = config.architecture(), self._kind.read
-            act, read = partial(self._kind.act, plan), read and partial(read, plan)
-            sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
-            relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
-            _programs = Programs(
-                act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative, config.joint_map
+        prepare = partial(self._kind.prepare, config, platform=self._platform)
+        if bundle is None:
+            serving = prepare(checkpoint.weights)
+        else:
+            serving = dict(checkpoint.weights)
+            expected = jax.eval_shape(prepare, lerobot_folder.model_blueprint(config).shapes)
+            check_fit(
+                {name: array.shape for name, array in serving.items()},
+                {name: shape.shape for name, shape in expected.items()},
+                where="weights of the bundle",
             )
+        if _programs is None:
+            _programs = self._plan_programs(serving, scales)
         self._programs = _programs
-        self._weights = _programs.flatten(serving, scales)
+        self._weights = _programs.put(serving, scales)
         self._instructions: Instructions | None = None
         self._prompts: Prompts | None = None
         if config.prompt_length is not None:
@@ -391,6 +401,26 @@ class Policy:
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
 
+    def _plan_programs(self, serving: Mapping[str, Any], scales: Scales) -> Programs:
+        config, kind = self.checkpoint.config, self._kind
+        plan = config.architecture()
+
+        def dtype(name: str) -> Any:
+            return np.float32 if name.startswith(CONSTANTS) else self._dtype
+
+        return Programs(
+            stages={stage.name: partial(stage.run, plan) for stage in kind.stages},
+            weights={name: jax.ShapeDtypeStruct(np.shape(serving[name]), dtype(name)) for name in sorted(serving)},
+            scales=scales,
+            sizes=(None,) * len(config.frames) if config.resizes_frames else config.frames,
+            dtype=self._dtype,
+            placement=self._placement,
+            fit=kind.fit and partial(kind.fit, plan),
+            read=kind.read and partial(kind.read, plan),
+            relative=get_relative_actions(self.checkpoint.normalization, config.action.shape[0]),
+            joint_map=config.joint_map,
+        )
+
     @property
     def device(self) -> str:
         """Name of the device it runs on, e.g. ``cpu:0``."""
@@ -399,6 +429,11 @@ class Policy:
     @property
     def dtype(self) -> str:
         return self._dtype.name
+
+    @property
+    def platform(self) -> str:
+        """Platform of JAX for which its weights were prepared, e.g. ``gpu``."""
+        return self._platform
 
     @property
     def prefix_tokens(self) -> int:
@@ -480,11 +515,22 @@ class Policy:
             self._instructions(texts)
         return 0 if self._prompts is None else self._prompts.count_cut(text, self.requirements.state, prompt_cut)
 
+    def get_serving_weights(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the serving program by name, on the host."""
+        return dict(zip(self._programs.weights, map(np.asarray, self._weights.arrays), strict=True))
+
+    def lower(self, batch: int, platform: str) -> bytes:
+        """Return the computation of a chunk for ``cpu``, ``cuda`` or ``tpu`` as a portable artifact of StableHLO.
+
+        Its arguments are the serving weights in the order of their names, the scales, and an `Observation`.
+        """
+        return self._programs.export(self._reader.inputs(batch, None), platform).mlir_module_serialized
+
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
-        return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
+        return program(self._weights.arrays, *jax.device_put((ids, mask), self._placement.replicated))
 
-    def _program(self, inputs: Inputs) -> Any:
+    def _program(self, inputs: Inputs) -> Program:
         """Return the executable for these shapes; raises ObservationError if there is too little memory for it."""
 
         def check(demand: Demand) -> None:
@@ -493,7 +539,7 @@ class Policy:
 
         return self._programs.get_program(inputs, check)
 
-    def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
+    def _run(self, program: Program, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
         # The program takes host arrays itself, because a device_put costs 0.2 ms more.
         is_single = len(self._placement.devices) == 1
@@ -540,29 +586,35 @@ class Policy:
         return time.perf_counter() - start
 
     def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
-        """Measure each part of `act` as a separate program on a batch of zeros; median of `runs`."""
+        """Measure each part of `act` on a batch of zeros; median of `runs`."""
         inputs = self._reader.inputs(1, None)
-        zeros = self._make_zeros(inputs)
-        config, plan = self.checkpoint.config, self.checkpoint.config.architecture()
-        if not self._kind.stages:
-            return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
-        programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
-        times, given = [], None
-        for stage, program in zip(self._kind.stages, programs, strict=True):
-            result = jax.block_until_ready(program(self._weights, zeros, given))
-            seconds = []
+        program, zeros, weights = self._program(inputs), self._make_zeros(inputs), self._weights
+
+        def measure(run: Callable[[], Any]) -> tuple[Any, float]:
+            result, seconds = jax.block_until_ready(run()), []
             for _ in range(runs):
                 start = time.perf_counter()
-                jax.block_until_ready(program(self._weights, zeros, given))
+                jax.block_until_ready(run())
                 seconds.append(time.perf_counter() - start)
-            times.append(StageTime(stage.name, float(np.median(seconds)), stage.count(config)))
-            given = result
+            return result, float(np.median(seconds))
+
+        prepared, times, given = zeros, [], None
+        if program.prepare is not None:
+            prepared, seconds = measure(partial(program.prepare, weights.scales, zeros))
+            times = [StageTime("frames", seconds, 1)]
+        for stage in self._kind.stages:
+            run = partial(program.stages[stage.name], weights.arrays, weights.scales, prepared, given)
+            given, seconds = measure(run)
+            count = stage.count(self.checkpoint.config)
+            times.append(StageTime(stage.name, seconds / count, count))
         return tuple(times)
 
     def count_parameters(self) -> dict[str, int]:
         """Count the numbers in the weights by part of the network, such as ``vision``."""
         counts: dict[str, int] = {}
         for name, array in self.checkpoint.weights.items():
+            if name.startswith(CONSTANTS):
+                continue  # A bundle has them; they are computed from parameters.
             part = next(part for start, part in self._kind.parts.items() if name.startswith(start))
             counts[part] = counts.get(part, 0) + int(np.size(array))
         return counts
@@ -589,7 +641,8 @@ class Policy:
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a separate policy")
         cut = prompt_cut or self._prompt_cut
-        return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=cut, _programs=self._programs)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "platform": self._platform}
+        return Policy(checkpoint, prompt_cut=cut, _programs=self._programs, **options)
 
     def on(self, device: str | None) -> "Policy":
         """Return this policy on another device; on the same device it shares weights and programs.
@@ -601,7 +654,8 @@ class Policy:
             other = copy(self)
             other._timings = {}
             return other
-        other = Policy(self.checkpoint, dtype=self.dtype, device=device, prompt_cut=self._prompt_cut)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": device, "platform": self._platform}
+        other = Policy(self.checkpoint, prompt_cut=self._prompt_cut, **options)
         other.commit = self.commit
         return other
 
@@ -611,6 +665,17 @@ class Policy:
         Tensors that acting does not need (the language heads of SmolVLA and pi0) are written as zeros.
         """
         lerobot_folder.write_checkpoint(Path(path), self.checkpoint)
+
+
+def _check_bundle(bundle: Manifest, dtype: str | None, placement: Placement) -> None:
+    """Raise ConfigError if a bundle was exported for another platform or dtype than it is loaded for."""
+    if PLATFORMS.get(bundle.platform, bundle.platform) != placement.platform:
+        raise ConfigError(
+            f"the bundle is for {bundle.platform}, and the device is {placement.name}; export the policy again, "
+            f"--for {placement.platform}, or choose another device"
+        )
+    if dtype not in (None, bundle.dtype):
+        raise ConfigError(f"the bundle has dtype {bundle.dtype}; {dtype} is asked for: export the policy again")
 
 
 def _check_prompt_cut(prompt_cut: str) -> None:
@@ -632,6 +697,7 @@ def load_policy(
     rename: Mapping[str, str] | None = None,
     lerobot: str | None = None,
     prompt_cut: str = CUT_TASK,
+    platform: str | None = None,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -651,6 +717,7 @@ def load_policy(
         lerobot: version of LeRobot, 0.4 or 0.6, that the files are read as; None for ``robojax.json``'s, else 0.6.
         prompt_cut: what is cut from a prompt that is too long when the state follows the instruction (pi0.5): the end
             of the instruction (``task``), or the end of the prompt and with it joints (``lerobot``).
+        platform: platform of JAX (``cpu``, ``gpu``, ``tpu``) for which weights are prepared; the device's when None.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger than `largest`.
@@ -667,10 +734,13 @@ def load_policy(
     find_dtype(dtype)  # A wrong name is refused before anything is fetched.
     _check_prompt_cut(prompt_cut)
 
-    def admit(config: Any, parameters: int) -> None:
+    def admit(config: Any, size: int | Needs) -> None:
         kind = get_policy_type(config.type)
+        if isinstance(size, Needs):
+            check_loading(size, where, shares_memory=True)
+            return
         item = find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize
-        needs = estimate_needs(parameters, parameters + config.table_numbers, item, kind.runs_as_read)
+        needs = estimate_needs(size, size + config.table_numbers, item, kind.runs_as_read)
         check_loading(needs, where, shares_memory=kind.runs_as_read and item == FLOAT)
 
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
@@ -680,14 +750,17 @@ def load_policy(
         if inspect is not None:
             inspect(opened)
         checkpoint = lerobot_folder.read_checkpoint(opened, admit=admit, lerobot=lerobot)
+        if checkpoint.bundle is not None:
+            install_executables(opened, checkpoint.bundle, where.kind, use_compile_cache())
+            dtype = dtype or checkpoint.bundle.dtype
     checkpoint = _rename_checkpoint(checkpoint, rename or {})
     config: Any = checkpoint.config
-    compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
+    compute = find_dtype(dtype, platform or where.platform, get_policy_type(config.type).accelerator_dtype)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint, prompt_cut)
     else:
-        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
+        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut, platform=platform)
     policy.commit = commit
     report("ready")
     return policy

@@ -52,8 +52,9 @@ class Blueprint(Generic[Module]):
         return sum(math.prod(shape.shape) for shape in self.shapes.values())
 
     def assemble(self, weights: Mapping[str, Any]) -> Module:
-        """Return the module over these arrays (or tracers), with exactly the names of `shapes`."""
-        return nnx.merge(self.graph, jax.tree_util.tree_unflatten(self.tree, [weights[name] for name in self.shapes]))
+        """Return the module over these arrays (or tracers); a weight without an array cannot be computed with."""
+        arrays = [weights.get(name, shape) for name, shape in self.shapes.items()]
+        return nnx.merge(self.graph, jax.tree_util.tree_unflatten(self.tree, arrays))
 
 
 class _SameKey(nnx.RngStream):

@@ -4,8 +4,8 @@
     python -m tools.gpu_programs --policy pi05 --set-flags=--xla_gpu_enable_command_buffer=+WHILE
 
 XLA compiles for a description of the card (`gpu_target.txtpb`). Policies have the sizes that people run, and no weight
-is allocated. Each part is compiled as a separate program, then the whole chunk as one program. A part with a loop has a
-row for each region: counts are those of a single run of the loop's body, or of a branch.
+is allocated. A program with a loop has a row for each region: counts are those of a single run of the loop's body, or
+of a branch.
 
 Columns: kernels; copies that are not kernels; command buffers (CUDA graphs), their nodes, and launches outside of them;
 operations that depend on weights alone, so that loading could do them, and the MB they write; copies of weights (such
@@ -18,6 +18,7 @@ and nvidia-nvjitlink. XLA tunes nothing without the card, so a real H200 may spl
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -41,12 +42,11 @@ CARDS = {
 POLICIES = ("pi05", "pi0", "smolvla", "act", "diffusion")
 PLUGIN = "jax-cuda13-plugin"
 COPY = 1_000_000  # Bytes from which an operation on weights alone counts as a copy of weights.
-CHUNK = "chunk"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A compiled program: a stage of a policy, or its whole chunk."""
+    """A compiled program: the preparation of frames, or a stage of a policy."""
 
     name: str
     regions: Mapping[str, Launches]
@@ -95,55 +95,60 @@ def build_checkpoint(policy: str, architecture: Mapping[str, Any]) -> Any:
         return vla_gpu.build_checkpoint(case, Path(folder), is_small=False, draw=draw, architecture=architecture)
 
 
-def compile_parts(checkpoint: Any, batch: int, device: Any, *, has_chunk: bool = True) -> Iterator[Part]:
-    """Compile each stage of a policy for a batch of its own frames in bfloat16, then perhaps the whole chunk."""
+def compile_parts(checkpoint: Any, batch: int, device: Any) -> list[Part]:
+    """Compile the programs of a policy for a batch of its own frames in bfloat16."""
     import jax
     import jax.numpy as jnp
 
-    from jaxmodels import observations
     from jaxmodels.devices import Placement
-    from jaxmodels.policies import get_policy_type
+    from jaxmodels.observations import Reader
+    from jaxmodels.policies import CONSTANTS, get_policy_type
     from jaxmodels.policies.lerobot_processors import get_relative_actions
     from jaxmodels.program import Programs, build_scales
+
+    parts: list[Part] = []
 
     class CountedPrograms(Programs):
         """Programs that are counted when they are compiled."""
 
-        def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
-            names = [*self.weights]
-            with tempfile.TemporaryDirectory() as folder:
-                start = time.perf_counter()
-                compiled = traced.lower().compile(compiler_options={"xla_dump_to": folder})
-                seconds = time.perf_counter() - start
-                launches = count_launches(_read_thunks(Path(folder)))
-            text, memory = compiled.as_text(), compiled.memory_analysis()
-            assert text is not None, "XLA gives a program that it just compiled as text"
-            assert memory is not None, "XLA counts the memory of a program that it just compiled"
-            work = [_name_weights(each, names) for each in find_weight_work(text)]
-            parts.append(Part("", launches, work, memory.temp_size_in_bytes, seconds))
+        def _compile(self, traced: Sequence[jax.stages.Traced]) -> list[jax.stages.Compiled]:
+            compiled: list[jax.stages.Compiled] = []
+            for name, program in zip(("frames", *self.stages), traced, strict=True):
+                with tempfile.TemporaryDirectory() as folder:
+                    start = time.perf_counter()
+                    compiled.append(program.lower().compile(compiler_options={"xla_dump_to": folder}))
+                    seconds = time.perf_counter() - start
+                    launches = count_launches(_read_thunks(Path(folder)))
+                text, memory = compiled[-1].as_text(), compiled[-1].memory_analysis()
+                assert text is not None, "XLA gives a program that it just compiled as text"
+                assert memory is not None, "XLA counts the memory of a program that it just compiled"
+                found = [] if name == "frames" else find_weight_work(text)  # The first program reads no weights.
+                work = [_name_weights(each, [*self.weights]) for each in found]
+                parts.append(Part(name, launches, work, memory.temp_size_in_bytes, seconds))
             return compiled
 
-    parts: list[Part] = []
     config, placement, dtype = checkpoint.config, Placement((device,)), jnp.bfloat16
     kind, plan = get_policy_type(config.type), config.architecture()
-    serving = kind.prepare(config, checkpoint.weights, placement.platform)
+    prepare = partial(kind.prepare, config, platform=placement.platform)
+    serving = jax.eval_shape(
+        prepare, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in checkpoint.weights.items()}
+    )
     programs = CountedPrograms(
-        act=partial(kind.act, plan),
-        weights={name: jax.ShapeDtypeStruct(array.shape, dtype) for name, array in sorted(serving.items())},
+        stages={stage.name: partial(stage.run, plan) for stage in kind.stages},
+        weights={
+            name: jax.ShapeDtypeStruct(shape.shape, np.float32 if name.startswith(CONSTANTS) else dtype)
+            for name, shape in sorted(serving.items())
+        },
         scales=build_scales(config, checkpoint.normalization),
         sizes=tuple([None] * len(config.frames) if config.resizes_frames else config.frames),
         dtype=dtype,
         placement=placement,
+        fit=kind.fit and partial(kind.fit, plan),
         relative=get_relative_actions(checkpoint.normalization, config.action.shape[0]),
         joint_map=config.joint_map,
     )
-    inputs = observations.Reader(checkpoint).inputs(batch, None)
-    programs.compile_stages([partial(stage.run, plan) for stage in kind.stages], inputs)
-    for name, part in zip((stage.name for stage in kind.stages), parts, strict=True):
-        yield replace(part, name=name)
-    if has_chunk or not kind.stages:
-        programs.get_program(inputs)
-        yield replace(parts[-1], name=CHUNK)
+    programs.get_program(Reader(checkpoint).inputs(batch, None))
+    return parts
 
 
 def _read_thunks(folder: Path) -> str:
@@ -157,10 +162,9 @@ def _read_thunks(folder: Path) -> str:
 
 
 def _name_weights(work: WeightWork, names: Sequence[str]) -> WeightWork:
-    """Replace positions in the flat weights (``flat[3]``) by names; the scales follow after the weights."""
-    positions = [int(weight[len("flat[") : -1]) for weight in work.weights]
-    named = tuple(names[i] if i < len(names) else f"scales[{i - len(names)}]" for i in positions)
-    return replace(work, weights=named)
+    """Replace positions in the flat weights (``arrays[3]``) by names."""
+    found = [(weight, re.fullmatch(r"arrays\[(\d+)\]", weight)) for weight in work.weights]
+    return replace(work, weights=tuple(names[int(at[1])] if at else weight for weight, at in found))
 
 
 ROW = "{:10} {:>5} {:8} {:28} {:>7} {:>6} {:>7} {:>6} {:>7} {:>11} {:>7} {:>6} {:>7} {:>7}"
@@ -205,7 +209,6 @@ def main() -> None:
     parser.add_argument("--batch", default="1", help="sizes of batches, e.g. 1,4,16")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--architecture", type=json.loads, default={}, help="JSON: other sizes of pi0 and pi0.5")
-    parser.add_argument("--no-chunk", action="store_true", help="only the stages of policies that have stages")
     parser.add_argument("--set-flags", default="", help="flags of XLA, separated by spaces")
     parser.add_argument("--json", type=Path, help="file for all figures, with the names of copied weights")
     options = parser.parse_args()
@@ -224,7 +227,7 @@ def main() -> None:
         for batch in map(int, options.batch.split(",")):
             parts = batches[str(batch)] = {}
             try:
-                for part in compile_parts(checkpoint, batch, device, has_chunk=not options.no_chunk):
+                for part in compile_parts(checkpoint, batch, device):
                     print("\n".join(format_rows(policy, batch, part)), flush=True)
                     parts[part.name] = to_json(part)
             except jax.errors.JaxRuntimeError as error:

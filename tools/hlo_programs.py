@@ -148,7 +148,7 @@ Origin: TypeAlias = frozenset[str] | None
 Value: TypeAlias = "Origin | tuple[Origin, ...]"
 
 
-def find_weight_work(text: str, weights: str = r"^(flat|weights)\b") -> list[WeightWork]:
+def find_weight_work(text: str, weights: str = r"^arrays\b") -> list[WeightWork]:
     """Find the operations of a compiled program that depend on weights and on nothing else.
 
     Args:

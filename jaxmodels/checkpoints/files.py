@@ -44,25 +44,36 @@ BITS: Mapping[str, int] = MappingProxyType(
     | dict.fromkeys(("F16", "BF16", "I16", "U16"), 16)
     | dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 8)
 )
-CODES = {dtype: code for code, dtype in FLOATS.items()}
+# Dtypes of serving weights.
+SERVED: Mapping[str, np.dtype[Any]] = {
+    **FLOATS,
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+CODES = {dtype: code for code, dtype in SERVED.items()}
 
 
-def find_floats(path: Source, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+def find_floats(
+    path: Source, is_selected: Callable[[str], bool] = lambda name: True, dtypes: Mapping[str, np.dtype[Any]] = FLOATS
+) -> dict[str, Stored]:
     """Return position, dtype and shape of the selected tensors of a safetensors file, without reading them.
 
+    Args:
+        dtypes: accepted dtypes by their names in the format.
+
     Raises:
-        CheckpointError: the file is missing or malformed, or selected tensors are not floating-point (all listed).
+        CheckpointError: the file is missing or malformed, or selected tensors have other dtypes (all listed).
     """
     header, start, end = _read_header(path)
     header.pop(METADATA, None)
     if wrong := _describe_layout_error(header, end - start):
         raise CheckpointError(f"{path.name}: not a readable safetensors file ({wrong})")
     selected = {name: entry for name, entry in header.items() if is_selected(name)}
-    others = [f"{name} ({entry.get('dtype')})" for name, entry in selected.items() if entry.get("dtype") not in FLOATS]
+    others = [f"{name} ({entry.get('dtype')})" for name, entry in selected.items() if entry.get("dtype") not in dtypes]
     if others:
-        raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(FLOATS)}: {', '.join(others)}")
+        raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(dtypes)}: {', '.join(others)}")
     return {
-        name: Stored(path, FLOATS[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        name: Stored(path, dtypes[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
         for name, entry in selected.items()
     }
 
@@ -311,13 +322,31 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
+def write_policy_weights(folder: Path, weights: Mapping[str, np.ndarray], max_bytes: int = 1 << 30) -> None:
+    """Write arrays as the weights of a policy's folder: one file, or shards of at most `max_bytes` and their index."""
+    described = {name: (array.dtype, array.shape) for name, array in weights.items()}
+    shards = list(_split(described, max_bytes))
+    if len(shards) == 1:
+        write_floats(folder / WEIGHTS, described, weights.__getitem__)
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_floats(folder / name, shard, weights.__getitem__)
+        index |= dict.fromkeys(shard, name)
+    size = sum(array.nbytes for array in weights.values())
+    write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+
+
 def has_policy_weights(folder: Folder) -> bool:
     """Return whether a policy's folder has a file of weights: one file, or at least one shard."""
     is_there = any((folder / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX))
     return is_there or any(SHARD.fullmatch(name) for name in list_names(folder))
 
 
-def find_policy_weights(folder: Folder, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+def find_policy_weights(
+    folder: Folder, is_selected: Callable[[str], bool] = lambda name: True, dtypes: Mapping[str, np.dtype[Any]] = FLOATS
+) -> dict[str, Stored]:
     """Return position, dtype and shape of a policy's selected tensors, in one file or in shards, without reading them.
 
     Shards are named as transformers names them (``model-00001-of-00002.safetensors``), and each is in the index.
@@ -327,13 +356,13 @@ def find_policy_weights(folder: Folder, is_selected: Callable[[str], bool] = lam
     """
     shards = {name for name in list_names(folder) if SHARD.fullmatch(name)}
     if not (folder / WEIGHTS_INDEX).exists() and not shards:
-        return find_floats(folder / WEIGHTS, is_selected)
+        return find_floats(folder / WEIGHTS, is_selected, dtypes)
     if (folder / WEIGHTS).exists():
         other = WEIGHTS_INDEX if (folder / WEIGHTS_INDEX).exists() else min(shards)
         raise CheckpointError(f"{folder.name}: weights in {WEIGHTS} and in shards ({other}); keep one of them")
     if not (folder / WEIGHTS_INDEX).exists():
         raise CheckpointError(f"{folder.name}: {', '.join(sorted(shards))} without {WEIGHTS_INDEX}, which is missing")
-    found = _find_in_shards(folder, WEIGHTS_INDEX, is_selected, SHARD)
+    found = _find_in_shards(folder, WEIGHTS_INDEX, is_selected, SHARD, dtypes)
     if unnamed := sorted(shards - set(_read_weight_map(folder, WEIGHTS_INDEX, SHARD).values())):
         raise CheckpointError(f"{WEIGHTS_INDEX}: names no tensor of {', '.join(unnamed)}; get all files from one place")
     return found
@@ -359,7 +388,11 @@ def _read_weight_map(folder: Folder, index: str, pattern: re.Pattern[str]) -> di
 
 
 def _find_in_shards(
-    folder: Folder, index: str, is_selected: Callable[[str], bool], pattern: re.Pattern[str] = PLAIN
+    folder: Folder,
+    index: str,
+    is_selected: Callable[[str], bool],
+    pattern: re.Pattern[str] = PLAIN,
+    dtypes: Mapping[str, np.dtype[Any]] = FLOATS,
 ) -> dict[str, Stored]:
     files = _read_weight_map(folder, index, pattern)
     if missing := sorted(name for name in set(files.values()) if not (folder / name).exists()):
@@ -369,7 +402,7 @@ def _find_in_shards(
     tensors: dict[str, Stored] = {}
     wrong: list[str] = []
     for file in sorted(set(files.values())):
-        inside = find_floats(folder / file, is_selected)
+        inside = find_floats(folder / file, is_selected, dtypes)
         wrong += [f"{name} is in {file}, not in {files.get(name)}" for name in inside if files.get(name) != file]
         tensors |= inside
     wrong += [f"{name} is not in {file}" for name, file in files.items() if is_selected(name) and name not in tensors]

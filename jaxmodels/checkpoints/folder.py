@@ -36,6 +36,7 @@ TREE_ENTRIES = 100_000  # Files and folders of an Orbax checkpoint.
 TREE_DEPTH = 32
 ORBAX = "orbax"
 PARAMS, TRAINING = "params", "train_state"  # Trees of openpi's checkpoints.
+BUNDLE = "bundle.json"  # Manifest of an exported policy.
 NORM_STATS = "norm_stats.json"  # File of openpi's statistics, in subfolders.
 # Files that are always opened, and their largest sizes. Files of statistics have other names.
 KNOWN: Mapping[str, int] = {
@@ -48,6 +49,8 @@ KNOWN: Mapping[str, int] = {
     "model.safetensors.index.json": JSON_BYTES,
     "architecture.json": JSON_BYTES,
     "stats.json": JSON_BYTES,
+    BUNDLE: JSON_BYTES,
+    "executables.safetensors": 256 << 20,
 }
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 # Names of safetensors files that do not lead out of the folder.

@@ -206,7 +206,7 @@ class SpatialSoftmax(nnx.Module):
 _KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
 
-def transform_winograd_kernel(kernel: Float[np.ndarray, "3 3 c c2"]) -> Float[np.ndarray, "16 c c2"]:
+def transform_winograd_kernel(kernel: Float[Any, "3 3 c c2"]) -> Float[Any, "16 c c2"]:
     """Transform a 3x3 kernel for `convolve_winograd`."""
     inputs, outputs = kernel.shape[2:]
     return (np.kron(_KERNEL, _KERNEL) @ kernel.reshape(9, -1)).reshape(16, inputs, outputs)

@@ -12,7 +12,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.types import Language
+from jaxmodels.types import Language, Observation
+
+# Prefix of serving weights that are computed from others, and float32 in each dtype.
+CONSTANTS = "constants."
 
 
 def keep_weights(config: Any, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
@@ -29,28 +32,30 @@ class PolicyType:
         config: reads a parsed ``config.json``, raising `ConfigError`.
         model: builds the NNX module from a config, given random keys.
         tensors: our names of the weights to the table of LeRobot's tensors.
-        act: serving weights and a normalised observation to a normalised chunk.
-        prepare: (config, weights of the module, platform) to weights of the serving program.
+        stages: parts of a chunk's computation, in order, each a program of its own; the last returns the chunk.
+        fit: (config, pixels (b, h, w, 3) of [0, 1]) to the pixels that the stages read, for policies that resize frames
+            themselves.
+        prepare: (config, weights of the module, platform) to weights of the serving program, perhaps with `CONSTANTS`.
         depends_on_version: whether LeRobot 0.4 and 0.6 read a policy's files differently; the config then has the
             field ``lerobot``.
         runs_as_read: whether `prepare` returns the arrays as they were read.
-        takes_prefix: whether the observation may hold a plan for `act` to continue.
+        takes_prefix: whether the observation may hold a plan to continue.
         read: (`PolicyConfig.architecture`, serving weights, tokens (b, n) int32, mask (b, n) bool) to the `Language` in
-            the observation of `act`, for policies whose config has a `text_encoder`.
+            the observation, for policies whose config has a `text_encoder`.
         unused: config to the shapes of a file's tensors that acting does not need.
         rename: name of a file's tensor to its name in the table.
         tied: name of a tensor to the name of a tensor with the same content that may replace it.
         openpi: reader of openpi's trees.
         small: config fields of a policy that a CPU trains in minutes.
         accelerator_dtype: default dtype on an accelerator; norms, softmax and flow times are always float32.
-        stages: parts of `act` that can be compiled and timed separately, in order.
         parts: prefix of weight names to part of the network; the first matching prefix counts.
     """
 
     config: Callable[[dict[str, Any]], Any]
     model: Callable[..., Any]
     tensors: Callable[[Iterable[str]], Any]
-    act: Callable[..., Any]
+    stages: tuple["ActStage", ...]
+    fit: Callable[..., Any] | None = None
     prepare: Callable[..., dict[str, Any]] = keep_weights
     depends_on_version: bool = False
     runs_as_read: bool = False
@@ -62,23 +67,37 @@ class PolicyType:
     openpi: "TreeReader | None" = None
     small: Mapping[str, Any] = field(default_factory=dict)
     accelerator_dtype: str = "float32"
-    stages: tuple["ActStage", ...] = ()
     parts: Mapping[str, str] = field(default_factory=lambda: {"": "network"})
+
+    def act(self, config: Any, weights: Mapping[str, Any], observation: Observation) -> Any:
+        """Return a normalised chunk for weights of the module or of serving and a normalised observation."""
+        if self.fit is not None:
+            images = tuple(pixels if pixels is None else self.fit(config, pixels) for pixels in observation.images)
+            observation = observation._replace(images=images)
+        given = None
+        for stage in self.stages:
+            given = stage.run(config, weights, observation, given)
+        return given
 
 
 @dataclass(frozen=True)
 class ActStage:
-    """Part of a policy's `act`; serving runs all of them as one program.
+    """Part of the computation of a chunk.
 
     Attributes:
         run: (`PolicyConfig.architecture`, serving weights, normalised observation, result of the previous stage or
-            None) to the next stage's input; for a sampler, its first step.
-        count: config to the number of runs per chunk.
+            None) to a result.
+        count: config to the number of equal steps in it, for a sampler.
     """
 
     name: str
     run: Callable[..., Any]
     count: Callable[[Any], int] = lambda config: 1
+
+
+def as_stages(act: Callable[..., Any]) -> tuple[ActStage]:
+    """Return the only stage of a policy: (config, serving weights, normalised observation) to a normalised chunk."""
+    return (ActStage("chunk", lambda config, weights, observation, given: act(config, weights, observation)),)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxmodels.checkpoints.files import (
     LFS_POINTER,
     NEVER_USED,
     PICKLES,
+    SERVED,
     SHARD,
     WEIGHTS,
     Stored,
@@ -33,6 +34,7 @@ from jaxmodels.checkpoints.files import (
     read_json,
 )
 from jaxmodels.checkpoints.folder import (
+    BUNDLE,
     NORM_STATS,
     PLAIN,
     TOKENIZER_BYTES,
@@ -98,6 +100,9 @@ def verify_files(
         for stored in find_floats(folder / name, _is_used).values()
     ]
     broken: dict[str, str] = {}
+    if (folder / BUNDLE).exists():  # The loader compares the weights of a bundle with their SHA-256.
+        weights = find_policy_weights(folder, dtypes=SERVED)
+        return {"tensors": len(weights), "bytes": sum(stored.bytes for stored in weights.values())}
     for tensor, stored in find_policy_weights(folder, _is_used).items() if has_policy_weights(folder) else ():
         read.append(_read(stored))
         if not read[-1][1]:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
+from jaxmodels.checkpoints.bundle import Manifest, check_files, read_manifest
 from jaxmodels.checkpoints.files import (
     NEVER_USED,
+    SERVED,
     WEIGHTS,
     WEIGHTS_INDEX,
     Stored,
@@ -26,7 +28,7 @@ from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, Pol
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.checkpoints.tokenizer_files import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
-from jaxmodels.memory import check_layers, check_tables
+from jaxmodels.memory import Needs, check_layers, check_tables
 from jaxmodels.normalization import IDENTITY, Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
 from jaxmodels.policies.config import LEROBOT_VERSIONS, PolicyConfig
@@ -101,13 +103,19 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Contents of a policy's folder; `weights` have our flat names (jaxmodels/weights.py) and are float32."""
+    """Contents of a policy's folder.
+
+    Attributes:
+        weights: arrays by our flat names (jaxmodels/weights.py), float32; of a bundle, those of the serving program.
+        bundle: manifest of a bundle; None for other folders.
+    """
 
     config: PolicyConfig
     weights: Mapping[str, np.ndarray]
     normalization: Normalization
     sidecar: Sidecar = field(default_factory=Sidecar)
     tokenizer: bytes | None = None
+    bundle: Manifest | None = None
 
 
 # The sidecar's key for the version of LeRobot that the files are read as.
@@ -176,7 +184,7 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
 def read_checkpoint(
     folder: Folder,
     *,
-    admit: Callable[[Any, int], None] = lambda config, parameters: None,
+    admit: Callable[[Any, int | Needs], None] = lambda config, size: None,
     lerobot: str | None = None,
     needs_statistics: bool = True,
 ) -> Checkpoint:
@@ -184,8 +192,8 @@ def read_checkpoint(
 
     Args:
         folder: a path, or a folder with open files, of which none may have changed.
-        admit: called with the config and the number of its parameters before weights are read; raises ConfigError to
-            refuse the policy.
+        admit: called before weights are read with the config and the number of its parameters, or the bytes of a
+            bundle; raises ConfigError to refuse the policy.
         lerobot: version of LeRobot, which replaces the sidecar's.
         needs_statistics: False for a policy whose normalization will be replaced by a dataset's.
 
@@ -205,7 +213,7 @@ def read_checkpoint(
 
 
 def _read(
-    folder: PolicyFolder, admit: Callable[[Any, int], None], lerobot: str | None, needs_statistics: bool
+    folder: PolicyFolder, admit: Callable[[Any, int | Needs], None], lerobot: str | None, needs_statistics: bool
 ) -> Checkpoint:
     sidecar = read_sidecar(folder)
     values = read_config(folder, sidecar)
@@ -217,7 +225,15 @@ def _read(
     if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
         config = kind.openpi.complete(folder.tree(PARAMS), config)
     check_tables(config)
-    weights, buffers = _read_weights(folder, kind, config, admit)
+    bundle = read_manifest(folder)
+    if bundle is None:
+        weights, buffers = _read_weights(folder, kind, config, admit)
+    else:
+        stored = find_policy_weights(folder, dtypes=SERVED)
+        size = sum(tensor.bytes for tensor in stored.values())
+        admit(config, Needs(size, size))
+        check_files(folder, bundle)
+        weights, buffers = {name: tensor.read() for name, tensor in stored.items()}, {}
     normalization = _read_normalization(folder, config, buffers, sidecar)
     if needs_statistics:
         try:
@@ -237,7 +253,7 @@ def _read(
     model = None
     if config.prompt_length is not None:
         model = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
-    return Checkpoint(config, weights, normalization, own, read_tokenizer(folder, model))
+    return Checkpoint(config, weights, normalization, own, read_tokenizer(folder, model), bundle)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -247,7 +263,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
     Raises:
         WeightsMismatch: the weights do not fit the config.
+        ConfigError: the checkpoint is a bundle.
     """
+    if checkpoint.bundle is not None:
+        raise ConfigError("a bundle has only the weights of its serving program; use the folder that it was made from")
     kind = get_policy_type(checkpoint.config.type)
     plan = model_blueprint(checkpoint.config)
     shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
@@ -255,15 +274,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         draft = Path(name)
-        write_json(draft / CONFIG, checkpoint.config.to_json(), indent=4)
-        write_processors(draft, checkpoint.normalization, checkpoint.config.to_json().get("device"))
-        if sidecar := checkpoint.sidecar.to_json():
-            write_json(draft / SIDECAR, sidecar, indent=2)
-        if checkpoint.tokenizer is not None:
-            (draft / TOKENIZER).write_bytes(checkpoint.tokenizer)
-        for file, values in checkpoint.config.dump_architecture().items():
-            (draft / file).parent.mkdir(parents=True, exist_ok=True)
-            write_json(draft / file, dict(values), indent=2)
+        write_description(draft, checkpoint)
         tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
         # LeRobot refuses a file without an unused tensor, or reads it as another model.
         for name, shape in ({} if kind.unused is None else kind.unused(checkpoint.config)).items():
@@ -276,6 +287,19 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         for path in folder.iterdir():  # Remove the shards of earlier weights.
             if path.name == WEIGHTS_INDEX or SHARD.fullmatch(path.name):
                 path.unlink()
+
+
+def write_description(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the files of a policy except its weights."""
+    write_json(folder / CONFIG, checkpoint.config.to_json(), indent=4)
+    write_processors(folder, checkpoint.normalization, checkpoint.config.to_json().get("device"))
+    if sidecar := checkpoint.sidecar.to_json():
+        write_json(folder / SIDECAR, sidecar, indent=2)
+    if checkpoint.tokenizer is not None:
+        (folder / TOKENIZER).write_bytes(checkpoint.tokenizer)
+    for file, values in checkpoint.config.dump_architecture().items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write_json(folder / file, dict(values), indent=2)
 
 
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
@@ -312,7 +336,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
 
 
 def _read_weights(
-    folder: PolicyFolder, kind: PolicyType, config: Any, admit: Callable[[Any, int], None]
+    folder: PolicyFolder, kind: PolicyType, config: Any, admit: Callable[[Any, int | Needs], None]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return our weights, and the statistics that older policies keep among theirs."""
     if has_policy_weights(folder):
@@ -333,7 +357,7 @@ def _read_weights(
 
 
 def _read_tensors(
-    folder: Folder, kind: PolicyType, config: Any, admit: Callable[[Any, int], None]
+    folder: Folder, kind: PolicyType, config: Any, admit: Callable[[Any, int | Needs], None]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     where = _get_weights_name(folder)
     tensors, buffers = _find_tensors(folder, kind, config)

@@ -21,7 +21,7 @@ from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import sinusoidal_2d
 from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn, measure_feature_map
-from jaxmodels.policies import PolicyType
+from jaxmodels.policies import PolicyType, as_stages
 from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig
 from jaxmodels.ranges import CHUNK, HEADS, LAYERS_STACKED, NOT_NEGATIVE, POSITIVE, SHARE_BELOW_ONE, WIDTH, Range
 from jaxmodels.text import TextEncoder
@@ -289,7 +289,7 @@ def transformer2d_policy_type(
         config=config.from_json,
         model=model,
         tensors=_tensors,
-        act=act,
+        stages=as_stages(act),
         takes_prefix=True,
         read=partial(_read, model),
         small=SMALL,

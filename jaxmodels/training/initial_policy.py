@@ -180,6 +180,8 @@ def trained_policy(
     """
     folder, _ = find_policy(os.fspath(path_or_repo), revision, on_progress=on_progress)
     checkpoint = lerobot_folder.read_checkpoint(folder, needs_statistics=False)
+    if checkpoint.bundle is not None:
+        raise ConfigError(f"{folder.name} is a bundle for serving; train the folder that it was exported from")
     return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
 
 

@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "eval": ("robojax.cli.sim", "evaluate", "Measure how often a policy lifts the right cube of the simulated arm"),
     "doctor": ("robojax.cli.serve", "doctor", "Check whether this machine can run a server, and print how to fix it"),
     "check": ("robojax.cli.check", "check", "Show the requirements of a policy and its speed on this machine"),
+    "export": ("robojax.cli.export", "export", "Write a policy as a bundle that a server starts faster"),
     "sessions": ("robojax.cli.sessions", "sessions", "List the sessions of a running server"),
     "stop": ("robojax.cli.sessions", "stop", "Stop a session, or all robots (--all: emergency stop, latched)"),
     "start": ("robojax.cli.sessions", "start", "Let a session move its robot"),

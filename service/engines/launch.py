@@ -16,7 +16,7 @@ MEMORY_BYTES = 1 << 30
 ENGINE_MODULE, ENGINE_NICENESS = "service.engines.process", 5
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEYS?($|_)|^ROBOJAX_|^PG", re.IGNORECASE)
 # Variables that children need although their names look like names of secrets.
-PASSED = frozenset({"ROBOJAX_COMPILE_CACHE"})
+PASSED = frozenset({"ROBOJAX_COMPILE_CACHE", "ROBOJAX_TRUSTED_BUNDLES"})
 
 
 @dataclass(frozen=True)

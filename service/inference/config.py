@@ -46,6 +46,11 @@ class PolicySettings(Group):
         description="Time limit for building a policy, and for compiling it, in seconds; a slower policy is refused",
     )
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up")
+    trusted_bundles: Names = Field(
+        default=(),
+        description="Digests, as robojax export prints them, of exported policies whose executables may run; others "
+        "are compiled",
+    )
     engine_batch_sizes: Counts = Field(
         default=(1, 2, 4, 8, 16),
         description="Numbers of robots whose inferences may run as one batch, or 1 for no batches; sizes above 1 "
@@ -103,3 +108,5 @@ def set_cache_folders(policies: PolicySettings) -> None:
         os.environ["ROBOJAX_COMPILE_CACHE"] = policies.compile_cache
     if policies.policy_cache is not None:
         os.environ["HF_HUB_CACHE"] = policies.policy_cache
+    if policies.trusted_bundles:
+        os.environ["ROBOJAX_TRUSTED_BUNDLES"] = ",".join(policies.trusted_bundles)

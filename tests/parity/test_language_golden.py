@@ -12,6 +12,7 @@ import jaxmodels
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation
+from jaxmodels.weights import blueprint_of
 from tests.testing.models import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -64,10 +65,13 @@ def test_tokens_and_the_first_velocity_equal_lerobot(name: str, golden_folder) -
     )
 
     def predict(weights: dict[str, jax.Array], observation: Observation) -> Any:
-        given = None
-        for stage in kind.stages:
-            given = stage.run(config, weights, observation, given)
-        return given
+        model: Any = blueprint_of(kind.model, config).assemble(weights)
+        images = tuple(pixels if pixels is None else kind.fit(config, pixels) for pixels in observation.images)
+        observation = observation._replace(images=images)
+        prefix = model.encode(observation, model.embed_images(observation))
+        first = config.schedule.euler_rows(config.num_inference_steps).sigma[:1]
+        step = {name: term[0] for name, term in model.prepare_steps(first).items()}
+        return model.denoise(prefix, model.embed_state(observation.state), observation.noise, step)
 
     velocity = jax.jit(predict)(jax.tree.map(jnp.asarray, dict(checkpoint.weights)), observation)
     assert relative_error(velocity, io["mid.0.velocity"][0]) < NAMES[name]

@@ -1,6 +1,6 @@
 """Entry of ACT in the registry of policy types."""
 
-from jaxmodels.policies import PolicyType
+from jaxmodels.policies import PolicyType, as_stages
 from jaxmodels.policies.act import weights
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act, act
@@ -11,7 +11,7 @@ POLICY = PolicyType(
     model=Act,
     tensors=weights.tensors,
     prepare=weights.prepare,
-    act=act,
+    stages=as_stages(act),
     parts={"backbone.": "vision", "latent_encoder.": "latent encoder", "": "transformer"},
     small={
         "chunk_size": 20,

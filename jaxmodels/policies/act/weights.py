@@ -1,8 +1,7 @@
 """ACT weights: LeRobot's tensor names and layouts, and their preparation for serving."""
 
 from collections.abc import Iterable, Mapping
-
-import numpy as np
+from typing import Any
 
 from jaxmodels.checkpoints.backbones import backbone_tensor
 from jaxmodels.checkpoints.tensor_layouts import (
@@ -17,14 +16,12 @@ from jaxmodels.layers import vision
 from jaxmodels.layers.vision import RESNETS, plan_blocks
 from jaxmodels.policies.act.config import ActConfig
 
-Arrays = Mapping[str, np.ndarray]
-
 # On a Zen 4 server, 60x80x128 (10 MB) is 1.6 times faster with Winograd, 120x160x64 (20 MB) 1.9 times slower.
 WINOGRAD_BYTES = 12 << 20
 WINOGRAD_CHANNELS = 64
 
 
-def prepare(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
+def prepare(config: ActConfig, weights: Mapping[str, Any], platform: str) -> dict[str, Any]:
     """Return the weights for serving, on a platform of JAX (``cpu``).
 
     The encoder of the VAE and the kernel of the latent, which is zeros in serving, are left out. On a CPU, 3x3 kernels

@@ -326,9 +326,24 @@ def condition_width(config: DiffusionConfig) -> int:
     return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
 
 
-def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
+def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
+    """Return the network over serving weights."""
+    return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
+
+
+def _encode(
+    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None
+) -> tuple[StepFilms, Films]:
+    """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
+    model, timesteps = assemble(config, weights), jnp.asarray(config.schedule.timesteps(config.steps))
+    return model.unet.prepare(timesteps, model.condition(observation))
+
+
+def _denoise(
+    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: tuple[StepFilms, Films]
+) -> Chunk:
     """Return a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    of_steps, of_condition = _encode(config, weights, observation, None)
+    of_steps, of_condition = given
     schedule, steps = config.schedule, config.steps
     key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
     first, each = jax.random.split(key)
@@ -345,27 +360,6 @@ def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Obse
         chunk = ddpm(predict, shape, key, schedule, noise=step_noise, **options)
     start = config.n_obs_steps - 1
     return chunk[:, start : start + config.n_action_steps]
-
-
-def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
-    """Return the network over serving weights."""
-    return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
-
-
-def _encode(
-    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None
-) -> tuple[StepFilms, Films]:
-    """Return the FiLM terms of all steps and of the observation, once per chunk (see `UNet.prepare`)."""
-    model, timesteps = assemble(config, weights), jnp.asarray(config.schedule.timesteps(config.steps))
-    return model.unet.prepare(timesteps, model.condition(observation))
-
-
-def _denoise(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any) -> Chunk:
-    of_steps, of_condition = given
-    x = observation.noise
-    if x is None:
-        x = draw_for_each(jax.random.key(config.noise_seed), config.noise, of_condition[0].shape[0])
-    return _predict(assemble(config, weights).unet, of_condition, x, None, [rows[0] for rows in of_steps])
 
 
 STAGES = (ActStage("encode", _encode), ActStage("denoise", _denoise, count=lambda config: config.steps))

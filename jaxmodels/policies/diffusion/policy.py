@@ -8,7 +8,6 @@ POLICY = PolicyType(
     config=DiffusionConfig.from_json,
     model=model.DiffusionPolicyModel,
     tensors=model.tensors,
-    act=model.act,
     stages=model.STAGES,
     parts={"encoder": "vision", "": "denoiser"},
     small={

@@ -1,7 +1,7 @@
 """The network of pi0, and its parts that pi0.5 shares: PaliGemma encodes, an expert denoises a chunk of actions."""
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
 from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
-from jaxmodels.policies.vla import Chunk, VlaModel, apply_linear, read_linear
+from jaxmodels.policies.vla import Chunk, Terms, VlaModel, apply_linear, read_linear
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes, PrefixCache
 from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, gemma_tensor
@@ -49,16 +49,6 @@ def vision_sizes(config: Pi0Config) -> VisionSizes:
     )
 
 
-class StepInputs(NamedTuple):
-    """Terms of the time of a step: `hidden`, added before the actions' SiLU (pi0), or `modulations` (pi0.5).
-
-    A leading axis is the steps of a sampler.
-    """
-
-    hidden: Float[Array, "*s d"] | None
-    modulations: Float[Array, "*s norms 3 d"] | None
-
-
 def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float[Array, "b s s 3"]:
     """Convert pixels of [0, 1] to squares of [-1, 1], padded on both sides."""
     frames = frames.astype(jnp.float32)
@@ -87,12 +77,9 @@ class PiModel(VlaModel):
         present = [frames for frames in observation.images if frames is not None]
         if not present:
             raise ObservationError(f"all {len(observation.images)} cameras are absent; wanted one or more")
-        return self.paligemma.embed_images(
-            jnp.concatenate([fit_into_square(self.config, frames) for frames in present])
-        )
+        return self.paligemma.embed_images(jnp.concatenate(present))
 
-    def encode(self, observation: Observation, seen: Float[Array, "n m d"] | None = None) -> PrefixCache:
-        seen = self.embed_images(observation) if seen is None else seen
+    def encode(self, observation: Observation, seen: Float[Array, "n m d"]) -> PrefixCache:
         images, masks = observation.images, observation.image_masks
         present = [camera for camera, frames in enumerate(images) if frames is not None]
         language = observation.language
@@ -123,21 +110,20 @@ class Pi0Model(PiModel):
         self.time_in = nnx.Linear(2 * width, width, rngs=rngs)
         self.time_out = nnx.Linear(width, width, rngs=rngs)
 
-    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
+    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> Terms:
         # One layer reads actions and time; the term of the time is the same for all actions.
         kernel, bias = read_linear(self.time_in)
-        return StepInputs(self.embed_times(times) @ kernel[self.config.expert.width :] + bias, None)
+        return {"hidden": self.embed_times(times) @ kernel[self.config.expert.width :] + bias}
 
     def embed_state(self, state: Float[Array, "b s"]) -> StateToken:
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         return apply_linear(self.state_in, padded)[:, None]
 
-    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: StepInputs) -> Chunk:
+    def denoise(self, prefix: PrefixCache, state: StateToken | None, x: Chunk, step: Terms) -> Chunk:
         assert state is not None
-        assert step.hidden is not None
         # In float32, as in LeRobot.
         actions = apply_linear(self.action_in, x)
-        hidden = actions @ read_linear(self.time_in)[0][: actions.shape[-1]] + step.hidden
+        hidden = actions @ read_linear(self.time_in)[0][: actions.shape[-1]] + step["hidden"]
         actions = apply_linear(self.time_out, jax.nn.silu(hidden))
         tokens = jnp.concatenate((state, actions), axis=1)
         # The state sees no action, and the actions see each other.

@@ -6,13 +6,15 @@ from jaxmodels.policies import PolicyType, TreeReader
 from jaxmodels.policies.pi0 import model, openpi
 from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.policies.pi0.model import Pi0Model
-from jaxmodels.policies.vla import act, list_stages
+from jaxmodels.policies.vla import list_stages, prepare
 
 POLICY = PolicyType(
     config=Pi0Config.from_json,
     model=Pi0Model,
     tensors=model.tensors,
-    act=partial(act, Pi0Model),
+    stages=list_stages(Pi0Model),
+    fit=model.fit_into_square,
+    prepare=partial(prepare, Pi0Model),
     depends_on_version=True,
     runs_as_read=True,
     takes_prefix=True,
@@ -21,6 +23,5 @@ POLICY = PolicyType(
     tied=model.TIED,
     openpi=TreeReader(openpi.complete_config, openpi.read_weights),
     accelerator_dtype="bfloat16",
-    stages=list_stages(Pi0Model),
     parts={"paligemma.vision.": "vision", "paligemma.projector.": "vision", "paligemma.": "language", "": "expert"},
 )

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
-from jaxmodels.policies.pi0.model import PiModel, StepInputs, decoder_sizes, tensors
+from jaxmodels.policies.pi0.model import PiModel, decoder_sizes, tensors
 from jaxmodels.policies.pi0.policy import POLICY as PI0
-from jaxmodels.policies.vla import Chunk, act, apply_linear, list_stages
+from jaxmodels.policies.vla import Chunk, Terms, apply_linear, list_stages, prepare
 from jaxmodels.ranges import CHUNK, Range
 from jaxmodels.vlm.decoder import PrefixCache
 from jaxmodels.vlm.gemma import AdaptiveExpert
@@ -112,6 +112,7 @@ class Pi05Model(PiModel):
     """pi0.5: norms get the time, and the prompt contains the state (arXiv 2504.16054; openpi/models/pi0.py)."""
 
     has_state_token = False
+    only_for_times = ("time_in.", "time_out.", ".dense.")
 
     def __init__(self, config: Pi05Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -120,17 +121,16 @@ class Pi05Model(PiModel):
         self.time_in = nnx.Linear(width, width, rngs=rngs)
         self.time_out = nnx.Linear(width, width, rngs=rngs)
 
-    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
+    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> Terms:
         hidden = jax.nn.silu(apply_linear(self.time_in, self.embed_times(times)))
         condition = jax.nn.silu(apply_linear(self.time_out, hidden))
-        return StepInputs(None, self.expert.modulate(condition.astype(self.expert.norm.dense.kernel.dtype)))
+        return {"modulations": self.expert.modulate(condition.astype(self.expert.norm.dense.kernel.dtype))}
 
-    def denoise(self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Chunk, step: StepInputs) -> Chunk:
+    def denoise(self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Chunk, step: Terms) -> Chunk:
         del state
-        assert step.modulations is not None
         actions = apply_linear(self.action_in, x)
         starts = np.arange(x.shape[1]) < 1
-        return apply_linear(self.action_out, self.expert(actions, prefix, starts, step.modulations))
+        return apply_linear(self.action_out, self.expert(actions, prefix, starts, step["modulations"]))
 
 
 POLICY = replace(
@@ -138,6 +138,6 @@ POLICY = replace(
     config=Pi05Config.from_json,
     model=Pi05Model,
     tensors=partial(tensors, kind=Pi05Config.type),
-    act=partial(act, Pi05Model),
     stages=list_stages(Pi05Model),
+    prepare=partial(prepare, Pi05Model),
 )

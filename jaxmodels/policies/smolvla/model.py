@@ -18,7 +18,7 @@ from jaxmodels.layers.images import resize_with_padding
 from jaxmodels.layers.norm import RMSNorm
 from jaxmodels.policies import vla
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
-from jaxmodels.policies.vla import Chunk, VlaModel, apply_linear
+from jaxmodels.policies.vla import Chunk, Terms, VlaModel, apply_linear
 from jaxmodels.samplers import begin_with
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderLayer, PrefixCache, decoder_tensor
@@ -51,18 +51,17 @@ class SmolVlaModel(VlaModel):
         """Dtype of the weights and of most arithmetic."""
         return self.action_in.kernel.dtype
 
-    def encode(self, observation: Observation, seen: Sequence[PrefixTokens] | None = None) -> PrefixCache:
+    def encode(self, observation: Observation, seen: Sequence[PrefixTokens]) -> PrefixCache:
         """Encode images, words and state, once per chunk.
 
         Args:
-            seen: result of `embed_images`; computed when None.
+            seen: result of `embed_images`.
 
         Raises:
-            InputError: the observation has no language, no image, or images that make no square of tokens.
+            InputError: the observation has no language.
         """
         if observation.language is None:
             raise InputError("the observation has no language; SmolVLA needs the tokens of an instruction")
-        seen = self.embed_images(observation) if seen is None else seen
         ids, mask = observation.language
         parts = [*seen, PrefixTokens(self.vlm.embed_words(ids) * self.config.vlm.text.width**0.5, mask)]
         state = observation.state
@@ -85,14 +84,14 @@ class SmolVlaModel(VlaModel):
     def embed_images(self, observation: Observation) -> list[PrefixTokens]:
         """Return the tokens of each present camera, in the config's order.
 
-        At most `empty_cameras` absent cameras have special tokens.
+        At most `empty_cameras` absent cameras have special tokens. Raises InputError if all cameras are absent.
         """
         config = self.config
         present = [(i, image) for i, image in enumerate(observation.images) if image is not None]
         if not present:
             raise InputError("the observation has no image; SmolVLA needs one camera or more")
         batch, parts = present[0][1].shape[0], []
-        prepared = [self._prepare(image) for _, image in present]
+        prepared = [image for _, image in present]
         if len({image.shape for image in prepared}) == 1:
             together = self.vlm.embed_images(jnp.concatenate(prepared))
             embedded = list(jnp.split(together, len(prepared)))
@@ -120,32 +119,20 @@ class SmolVlaModel(VlaModel):
 
         return embed(around, before), embed(around)
 
-    def _prepare(self, image: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
-        """Return an image for the vision tower, in [-1, 1]."""
-        size = self.config.resize_imgs_with_padding
-        if size is not None:
-            image = resize_with_padding(image.astype(jnp.float32), (size[1], size[0]), place="bottom right")
-        height, width = image.shape[1:3]
-        if self.config.vlm.count_image_tokens(height, width) is None:
-            raise InputError(
-                f"an image is {height}x{width}, and its patches make no square of whole tokens; the policy does not "
-                f"resize images: send them in the sizes of its config, {list(self.config.frames)}"
-            )
-        return (image.astype(jnp.float32) * 2 - 1).astype(self.dtype)
-
-    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> Float[Array, "s d"]:
-        """Return the term that each time adds to the actions' tokens, for all steps at once."""
+    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> Terms:
+        """Return the term ``hidden`` that each time adds to the actions' tokens."""
         config, width = self.config, self.config.expert.width
         waves = jnp.asarray(flow_time_sinusoid(times, width, config.min_period, config.max_period), self.dtype)
         bias = self.time_in.bias
         assert bias is not None
-        return waves @ self.time_in.kernel[...][width:] + bias[...]
+        return {"hidden": waves @ self.time_in.kernel[...][width:] + bias[...]}
 
-    def denoise(self, prefix: PrefixCache, state: Any, x: Chunk, step: Float[Array, " d"]) -> Chunk:
+    def denoise(self, prefix: PrefixCache, state: Any, x: Chunk, step: Terms) -> Chunk:
         del state  # The prefix contains it.
         config, width = self.config, self.config.expert.width
         count = x.shape[1]
-        actions = self.action_in(x.astype(self.dtype)) @ self.time_in.kernel[...][:width] + step
+        actions = self.action_in(x.astype(self.dtype)) @ self.time_in.kernel[...][:width]
+        actions = actions + step["hidden"].astype(self.dtype)
         tokens = self.time_out(jax.nn.silu(actions))
         own = jnp.arange(count, dtype=jnp.int32)[None]
         first = jnp.sum(prefix.is_valid, axis=1, dtype=jnp.int32)[:, None]
@@ -162,14 +149,34 @@ class SmolVlaModel(VlaModel):
         return apply_linear(self.action_out, self.norm(tokens))
 
 
-def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Chunk:
-    """Return a normalised chunk as `vla.act`; with `adapt_to_pi_aloha`, for ALOHA's joints."""
+def fit_image(config: SmolVlaConfig, image: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
+    """Return an image for the vision tower, in [-1, 1]; raises InputError if its patches make no square of tokens."""
+    size = config.resize_imgs_with_padding
+    if size is not None:
+        image = resize_with_padding(image.astype(jnp.float32), (size[1], size[0]), place="bottom right")
+    height, width = image.shape[1:3]
+    if config.vlm.count_image_tokens(height, width) is None:
+        raise InputError(
+            f"an image is {height}x{width}, and its patches make no square of whole tokens; the policy does not "
+            f"resize images: send them in the sizes of its config, {list(config.frames)}"
+        )
+    return image.astype(jnp.float32) * 2 - 1
+
+
+def sample(
+    network: type[VlaModel],
+    config: SmolVlaConfig,
+    weights: Mapping[str, Array],
+    observation: Observation,
+    prefix: PrefixCache,
+) -> Chunk:
+    """Return a normalised chunk as `vla.sample`; with `adapt_to_pi_aloha`, for ALOHA's joints."""
     plan = observation.prefix
     if not config.adapt_to_pi_aloha:
-        return vla.act(SmolVlaModel, config, weights, observation)
+        return vla.sample(network, config, weights, observation, prefix)
     if plan is not None:
         observation = observation._replace(prefix=plan._replace(actions=write_aloha_actions(plan.actions)))
-    chunk = read_aloha_actions(vla.act(SmolVlaModel, config, weights, observation))
+    chunk = read_aloha_actions(vla.sample(network, config, weights, observation, prefix))
     return chunk if plan is None else begin_with(plan, chunk)
 
 

@@ -18,6 +18,7 @@ from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 from jaxmodels.policy import Prompts
+from jaxmodels.program import Programs
 from tests.testing.models import edit_json
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
@@ -234,6 +235,24 @@ def test_other_instructions_use_the_same_program(policies, golden_folder) -> Non
     assert np.abs(other - both).max() > 1e-3
 
 
+@pytest.mark.parametrize("name", [SMOLVLA, PI05])
+def test_frames_of_another_size_compile_only_their_preparation(name: str, golden_folder, monkeypatch) -> None:
+    policy = jaxmodels.load_policy(golden_folder(name))
+    policy.compile()
+    compile, compiled = Programs._compile, []
+    monkeypatch.setattr(
+        Programs, "_compile", lambda self, traced: compiled.append(len(traced)) or compile(self, traced)
+    )
+    cameras = {camera: (height + 3, width + 5) for camera, (height, width) in policy.requirements.cameras.items()}
+    policy.compile(1, cameras)
+    policy.compile(2)
+    assert compiled == [1, 4]  # A batch of two compiles the three stages too.
+    seen = {f"observation.images.{camera}": np.zeros((1, *size, 3), np.uint8) for camera, size in cameras.items()}
+    seen["observation.state"] = np.zeros((1, policy.requirements.state), np.float32)
+    assert np.isfinite(policy.act(seen | {"task": ["pick"]})).all()
+    assert compiled == [1, 4]
+
+
 def test_long_instruction_is_cut_and_logged(policies, golden_folder, caplog: pytest.LogCaptureFixture) -> None:
     policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
     words = " ".join(["cube"] * 60)
@@ -364,7 +383,8 @@ def test_sidecar_selects_the_lerobot_version(folder, golden_folder) -> None:
 def test_parts_of_a_policy_are_counted_and_timed_separately(name: str, policies) -> None:
     policy, is_language = policies(name), "diffusion" not in name
     counts, times = policy.count_parameters(), policy.profile_stages(runs=1)
-    assert [part.name for part in times] == (["vision", "prefix", "denoise"] if is_language else ["encode", "denoise"])
+    stages = ["vision", "prefix", "denoise"] if is_language else ["encode", "denoise"]
+    assert [part.name for part in times] == ["frames", *stages]
     assert set(counts) == ({"vision", "language", "expert"} if is_language else {"denoiser"})
     assert policy.prefix_tokens > policy.checkpoint.config.prompt_length if is_language else policy.prefix_tokens == 0
     assert times[-1].count == (4 if is_language else 8)

@@ -234,7 +234,8 @@ def test_pi05_trained_with_delays_begins_with_the_plan() -> None:
     def lerobot(observation: Observation) -> jax.Array:
         """Insert the prefix before and after each step, with a time for each action, as in LeRobot's PR 4056."""
         model = blueprint_of(policy.model, config).assemble(weights)
-        cache = model.encode(observation)
+        images = tuple(policy.fit(config, pixels) for pixels in observation.images)
+        cache = model.encode(observation, model.embed_images(observation._replace(images=images)))
         noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)
         clean = jnp.pad(plan.actions, ((0, 0), (0, 0), (0, 2)))
         is_clean = (np.arange(4) < np.minimum(delay, 2)[:, None])[..., None]

@@ -55,8 +55,8 @@ def programs_of(config: Any) -> Programs:
     parts: tuple[Any, ...] = (config.state, config.environment_state, config.action)
     images: Any = tuple(map(plain, config.cameras))
     vectors: Any = tuple(map(plain, parts))
-    act = partial(kind.act, config.architecture())
-    return Programs(act, shapes, Scales(images, *vectors), config.frames, jnp.float32, find_placement("cpu"))
+    stages = {stage.name: partial(stage.run, config.architecture()) for stage in kind.stages}
+    return Programs(stages, shapes, Scales(images, *vectors), config.frames, jnp.float32, find_placement("cpu"))
 
 
 def inputs_of(config: Any, batch: int = 1) -> Inputs:
@@ -109,7 +109,8 @@ CALIBRATED = {
 @pytest.mark.parametrize("config", CALIBRATED.values(), ids=CALIBRATED)
 def test_memory_estimate_is_near_the_compilers(config: Any) -> None:
     programs, inputs = programs_of(config), inputs_of(config)
-    analysis: Any = programs.get_program(inputs).memory_analysis()
+    program = programs.get_program(inputs)
+    analysis: Any = program.stages["chunk"].memory_analysis()
     assert 0.8 <= programs.measure(inputs).activations / analysis.temp_size_in_bytes <= 3
 
 

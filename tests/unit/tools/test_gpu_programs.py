@@ -35,27 +35,28 @@ def count(folder: Path, *arguments: str) -> dict:
 
 
 def count_pi05(folder: Path, layers: int) -> dict:
-    """Count the stages of pi0.5 with its own widths and a few layers."""
+    """Count the programs of pi0.5 with its own widths and a few layers."""
     sizes = {
         "gemma_2b": GEMMA | {"width": 2048, "mlp_dim": 16_384, "depth": layers},
         "gemma_300m": GEMMA | {"width": 1024, "mlp_dim": 4096, "depth": layers},
         "vision": VISION | {"num_hidden_layers": layers},
         "vocab_size": 1024,
     }
-    return count(folder, "--policy", "pi05", "--no-chunk", "--architecture", json.dumps(sizes))
+    return count(folder, "--policy", "pi05", "--architecture", json.dumps(sizes))
 
 
 def test_kernels_of_a_layer_of_pi05(tmp_path):
     two, three = count_pi05(tmp_path, 2), count_pi05(tmp_path, 3)
-    kernels = {name: [part[name]["regions"][""]["kernels"] for part in (two, three)] for name in two}
-    # A layer of the expert has two norms, whose modulations by the time are two kernels in this stage.
-    assert {name: more - less for name, (less, more) in kernels.items()} == {"vision": 15, "prefix": 16, "denoise": 17}
-    assert kernels == {"vision": [35, 50], "prefix": [25, 41], "denoise": [50, 67]}
-    assert not any(part["regions"][""]["outside"] for part in three.values()), "a launch is in no command buffer"
-    # The stage of a step computes the terms of its time; nothing else copies a matrix of weights.
-    copies = {name: [each["source"] for each in part["weight_copies"]] for name, part in three.items()}
-    products = ["jit(run)/dot_general"] * 3 + ["jit(run)/...d,ed->...e/dot_general"]
-    assert copies == {"vision": [], "prefix": [], "denoise": products}
+    # The branches of a step: without a plan, and with the guidance of one.
+    plain, guided = ("denoise", "body/true_branch"), ("denoise", "body/false_branch")
+    kernels = {
+        place: [parts[place[0]]["regions"][place[1]]["kernels"] for parts in (two, three)]
+        for place in (("vision", ""), ("prefix", ""), plain, guided)
+    }
+    assert kernels == {("vision", ""): [35, 50], ("prefix", ""): [23, 38], plain: [34, 48], guided: [107, 154]}
+    outside = {name: part["regions"].get("body", part["regions"][""])["outside"] for name, part in three.items()}
+    assert outside == {"frames": 0, "vision": 0, "prefix": 0, "denoise": 0}, "a launch is in no command buffer"
+    assert not any(part["weight_copies"] for part in three.values())
 
 
 def test_kernels_of_act(tmp_path):

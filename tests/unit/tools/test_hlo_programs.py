@@ -71,8 +71,8 @@ HloModule jit_run, is_scheduled=true
 }
 
 ENTRY %main (q: bf16[512,1024], k: bf16[512,1024], /*index=2*/x: f32[4,1024]) -> f32[4,1024] {
-  %q = bf16[512,1024]{1,0} parameter(0), sharding={replicated}, metadata={op_name="flat[0]"}
-  %k = bf16[512,1024]{1,0} parameter(1), sharding={replicated}, metadata={op_name="flat[7]"}
+  %q = bf16[512,1024]{1,0} parameter(0), sharding={replicated}, metadata={op_name="arrays[0]"}
+  %k = bf16[512,1024]{1,0} parameter(1), sharding={replicated}, metadata={op_name="arrays[7]"}
   %input = f32[4,1024]{1,0} parameter(2), sharding={replicated}, metadata={op_name="raw.state"}
   %zero = s32[] constant(0)
   %joined = bf16[1024,1024]{1,0} fusion(%q, %k), kind=kLoop, calls=%fused, metadata={op_name="jit(run)/concatenate"}
@@ -97,7 +97,7 @@ def test_launches_are_counted_by_region_and_by_command_buffer():
 
 
 def test_work_on_weights_is_followed_into_loops_and_branches():
-    names = ("flat[0]", "flat[7]")
+    names = ("arrays[0]", "arrays[7]")
     assert find_weight_work(HLO) == [
         WeightWork("joined", "jit(run)/concatenate", names, 2 * 1024 * 1024, ""),
         WeightWork("convert.1", "jit(run)/while/body/convert", names, 4 * 1024 * 1024, "body/true_branch"),
@@ -116,7 +116,7 @@ def test_weights_that_a_loop_changes_are_data():
     [
         (count_launches, "no list", "no thunk"),
         (find_weight_work, "HloModule jit_run", "no ENTRY"),
-        (find_weight_work, HLO.replace("flat", "given"), "no parameter matches"),
+        (find_weight_work, HLO.replace("arrays", "given"), "no parameter matches"),
     ],
 )
 def test_texts_in_another_format_are_refused(read, text, message):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
 from jaxmodels.layers.vision import SmallCnn
-from jaxmodels.policies import PolicyType
+from jaxmodels.policies import PolicyType, as_stages
 from jaxmodels.policies.config import PolicyConfig
 from jaxmodels.ranges import CHUNK, POSITIVE, WIDTH, Range
 from jaxmodels.types import Feature, Observation
@@ -113,7 +113,7 @@ POLICY = PolicyType(
     config=ExamplePolicyConfig.from_json,
     model=ExamplePolicy,
     tensors=tensors,
-    act=act,
+    stages=as_stages(act),
     parts={"backbone.": "vision", "": "network"},
     small={"chunk_size": 20, "n_action_steps": 5, "dim_model": 128},
 )

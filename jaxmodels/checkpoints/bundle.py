@@ -1,0 +1,175 @@
+"""Manifest of a bundle: a policy's folder that was exported for one platform (`jaxmodels.export`).
+
+``bundle.json`` lists the SHA-256 of every other file. Its own SHA-256, the digest, therefore identifies the content.
+The weights in the folder are the arrays of the serving program, in their dtype, by our names.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.cache_dirs import user_cache
+from jaxmodels.checkpoints.files import find_floats, read_json
+from jaxmodels.checkpoints.folder import BUNDLE, OpenFile, PolicyFolder, open_source
+from jaxmodels.errors import CheckpointError
+from jaxmodels.ranges import shorten_value
+
+EXECUTABLES = "executables.safetensors"
+FORMAT = 1
+_HASH = re.compile(r"[0-9a-f]{64}")
+# Name of an entry of JAX's compilation cache: the function, and the hash of program, options and device.
+_ENTRY = re.compile(r"[A-Za-z0-9_<>-]{1,200}-[0-9a-f]{64}-cache")
+_PIECE = 16 << 20  # Bytes that are hashed at once.
+VARIABLE = "ROBOJAX_TRUSTED_BUNDLES"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of ``bundle.json``.
+
+    Attributes:
+        robojax: version that exported the bundle; another version may prepare weights in another way.
+        platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
+        dtype: name of the dtype that the policy computes in.
+        batch_sizes: batch sizes of the StableHLO programs and of the executables.
+        device: kind of device of the executables; None without executables.
+        jaxlib: version of jaxlib that compiled the executables; None without executables.
+        files: name of each file to its SHA-256.
+    """
+
+    robojax: str
+    platform: str
+    dtype: str
+    batch_sizes: tuple[int, ...]
+    device: str | None
+    jaxlib: str | None
+    files: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Manifest":
+        """Check and return the content of the file; raises CheckpointError."""
+        if values.get("format") != FORMAT:
+            found = shorten_value(values.get("format"))
+            raise CheckpointError(f"{BUNDLE}: format is {found}; wanted {FORMAT}: export the policy again")
+        if values.get("robojax") != version("robojax"):
+            raise CheckpointError(
+                f"{BUNDLE}: exported by robojax {shorten_value(values.get('robojax'))}; this is {version('robojax')}, "
+                "whose programs may read other weights: export the policy again"
+            )
+        sizes, files = values.get("batch_sizes"), values.get("files")
+        texts = ("platform", "dtype", *(name for name in ("device", "jaxlib") if values.get(name) is not None))
+        wrong = [name for name in texts if not isinstance(values.get(name), str)]
+        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+            wrong.append("batch_sizes")
+        if not isinstance(files, dict) or not all(_HASH.fullmatch(str(value)) for value in files.values()):
+            wrong.append("files")
+        if unknown := sorted(set(values) - {entry.name for entry in fields(cls)} - {"format"}):
+            wrong += unknown
+        if wrong:
+            raise CheckpointError(f"{BUNDLE}: {', '.join(wrong)[:200]} cannot be read; export the policy again")
+        own = {entry.name: values.get(entry.name) for entry in fields(cls)}
+        return cls(**{**own, "batch_sizes": tuple(values["batch_sizes"])})
+
+
+def read_manifest(folder: PolicyFolder) -> Manifest | None:
+    """Return the manifest of a folder, None if it is no bundle; raises CheckpointError if it is malformed."""
+    return Manifest.from_json(read_json(folder / BUNDLE)) if (folder / BUNDLE).exists() else None
+
+
+def compute_digest(folder: PolicyFolder) -> str:
+    """Return the SHA-256 of a bundle's manifest, which identifies its whole content."""
+    with open_source(folder / BUNDLE) as file:
+        return _hash(file)
+
+
+def check_files(folder: PolicyFolder, manifest: Manifest) -> None:
+    """Raise CheckpointError if an open file differs from the manifest, or is not in it."""
+    found = {name: file for name, file in folder.files.items() if isinstance(file, OpenFile) and name != BUNDLE}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        hashes = dict(zip(found, threads.map(_hash, found.values()), strict=True))
+    wrong = sorted(name for name in hashes if hashes[name] != manifest.files.get(name))
+    # StableHLO is not opened, because a server does not read it.
+    wrong += sorted(name for name in set(manifest.files) - set(hashes) if name.endswith((".json", ".safetensors")))
+    if wrong:
+        raise CheckpointError(
+            f"{', '.join(wrong[:20])}: missing, or not as exported (SHA-256 in {BUNDLE}); copy the bundle again, or "
+            "export the policy again"
+        )
+
+
+def hash_files(paths: Sequence[os.PathLike[str]]) -> list[str]:
+    """Return the SHA-256 of each file."""
+
+    def hash_path(path: os.PathLike[str]) -> str:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(hash_path, paths))
+
+
+def _hash(file: OpenFile) -> str:
+    total = hashlib.sha256()
+    for start in range(0, file.size, _PIECE):
+        total.update(file.array(start, min(_PIECE, file.size - start)).data)
+    return total.hexdigest()
+
+
+def trust(digest: str) -> None:
+    """Keep the digest of a bundle whose executables may be used in this user's cache folder."""
+    folder = user_cache() / "robojax" / "bundles"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / digest).touch()
+
+
+def is_trusted(digest: str) -> bool:
+    """Return whether a bundle was exported by this user, or is in ``ROBOJAX_TRUSTED_BUNDLES`` (split by commas)."""
+    named = re.split(r"[\s,]+", os.environ.get(VARIABLE, ""))
+    return digest in named or (user_cache() / "robojax" / "bundles" / digest).exists()
+
+
+def install_executables(folder: PolicyFolder, manifest: Manifest, kind: str, cache: Path | None) -> None:
+    """Copy the executables of a trusted bundle into JAX's compilation cache; log why, if they are not used.
+
+    Args:
+        folder: folder whose files fit the manifest.
+        kind: kind of the device that will run the policy.
+        cache: folder of the compilation cache; None if it is off.
+    """
+    digest, here = compute_digest(folder), (kind, version("jaxlib"))
+    if manifest.jaxlib is None:
+        reason = "it has no executables"
+    elif (manifest.device, manifest.jaxlib) != here:
+        reason = (
+            f"its executables are for {manifest.device} and jaxlib {manifest.jaxlib}, here are {' and '.join(here)}"
+        )
+    elif not is_trusted(digest):
+        reason = f"its executables are not trusted; add {digest} to the setting trusted_bundles to use them"
+    elif cache is None:
+        reason = "the compile cache is off"
+    else:
+        entries = find_floats(folder / EXECUTABLES, dtypes={"U8": np.dtype(np.uint8)})
+        for name, stored in entries.items():
+            if not _ENTRY.fullmatch(name):
+                raise CheckpointError(f"{EXECUTABLES}: {name[:80]!r} is no entry of a compilation cache")
+            if not (cache / name).exists():
+                draft = cache / f".{name}-{os.getpid()}"
+                draft.write_bytes(stored.read().tobytes())
+                draft.replace(cache / name)
+        logger.info("bundle %s: uses %d executables", folder.name, len(entries))
+        return
+    logger.info("bundle %s: its programs are compiled, because %s", folder.name, reason)

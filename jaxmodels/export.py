@@ -1,0 +1,117 @@
+"""Export of a policy as a bundle: weights as they are served, StableHLO, and executables for a fast start.
+
+A bundle is a folder that `load_policy` loads on the platform for which it was exported. Its executables are entries of
+JAX's compilation cache, and loading them runs code. Therefore only those of trusted bundles are used: bundles that this
+user exported, and bundles whose digest the operator named. The other files are data.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jaxmodels.cache_dirs import use_compile_cache
+from jaxmodels.checkpoints.bundle import EXECUTABLES, Manifest, hash_files, trust
+from jaxmodels.checkpoints.files import write_json, write_policy_weights, write_safetensors
+from jaxmodels.checkpoints.folder import BUNDLE
+from jaxmodels.devices import PLATFORMS, find_placement
+from jaxmodels.errors import ConfigError
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.policy import Policy
+
+EXPORTED = ("cpu", "cuda", "rocm", "tpu")
+
+
+def export_policy(
+    policy: Policy,
+    folder: Path,
+    platform: str,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    on_progress: Callable[[str], None] = lambda step: None,
+) -> Manifest:
+    """Write a policy as a bundle, with executables if the policy is on a device of the platform.
+
+    Args:
+        policy: a policy that was loaded for this platform (argument `platform` of `load_policy`), and not yet compiled.
+        folder: a folder that does not exist, or is empty.
+        platform: one of `EXPORTED`.
+        batch_sizes: batch sizes of StableHLO programs and executables.
+        on_progress: called with each step.
+
+    Raises:
+        ConfigError: the platform or the policy makes no sense, or the folder has files.
+
+    Example:
+        >>> from jaxmodels import load_policy
+        >>> policy = load_policy("robojax/sim/policy", device="cpu")
+        >>> with TemporaryDirectory() as place:
+        ...     manifest = export_policy(policy, Path(place) / "bundle", "cpu")
+        ...     load_policy(Path(place) / "bundle", device="cpu").dtype, manifest.batch_sizes
+        ('float32', (1,))
+    """
+    if platform not in EXPORTED or PLATFORMS.get(platform, platform) != policy.platform:
+        raise ConfigError(f"platform is {platform!r}, and the policy is for {policy.platform}; wanted the same")
+    if policy.checkpoint.bundle is not None:
+        raise ConfigError("the policy is a bundle; export the folder that the bundle was made from")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not an empty folder; choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
+        draft = Path(name) / "bundle"
+        (draft / "stablehlo").mkdir(parents=True)
+        on_progress("writing weights")
+        lerobot_folder.write_description(draft, policy.checkpoint)
+        write_policy_weights(draft, policy.get_serving_weights())
+        for batch in batch_sizes:
+            on_progress(f"lowering batch {batch} to StableHLO")
+            (draft / "stablehlo" / f"batch_{batch}.mlirbc").write_bytes(policy.lower(batch, platform))
+        placement = find_placement(policy.device)
+        is_here = placement.platform == policy.platform
+        if is_here:
+            with _collect_executables(draft / EXECUTABLES):
+                for batch in batch_sizes:
+                    on_progress(f"compiling batch {batch}")
+                    policy.compile(batch)
+        files = sorted(path for path in draft.rglob("*") if path.is_file())
+        hashes = zip((str(path.relative_to(draft)) for path in files), hash_files(files), strict=True)
+        manifest = Manifest(
+            robojax=version("robojax"),
+            platform=platform,
+            dtype=policy.dtype,
+            batch_sizes=tuple(batch_sizes),
+            device=placement.kind if is_here else None,
+            jaxlib=version("jaxlib") if is_here else None,
+            files=dict(hashes),
+        )
+        write_json(draft / BUNDLE, manifest.to_json(), indent=2)
+        trust(hash_files([draft / BUNDLE])[0])
+        if folder.exists():
+            folder.rmdir()
+        draft.rename(folder)
+    return manifest
+
+
+@contextmanager
+def _collect_executables(file: Path) -> Iterator[None]:
+    """Write all executables that are compiled in the context to a safetensors file."""
+    use_compile_cache()  # It sets the options on which the keys of entries depend.
+    options = {"jax_compilation_cache_dir": "", "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: jax.config.values[name] for name in options}
+    with TemporaryDirectory() as cache:
+        try:
+            for name, value in {**options, "jax_compilation_cache_dir": cache}.items():
+                jax.config.update(name, value)
+            reset_cache()
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            reset_cache()
+        entries = {path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in Path(cache).glob("*-cache")}
+        write_safetensors(file, entries)

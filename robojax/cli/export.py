@@ -1,0 +1,79 @@
+"""Command `export`: writes a policy as a bundle for one platform."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, print_facts, read_rename
+
+
+def export(
+    policy: Annotated[str, typer.Argument(help="Policy folder, or Hub repo id (owner/name)")],
+    target: Annotated[
+        Literal["cpu", "cuda", "rocm", "tpu"], typer.Option("--for", help="Platform that will run the policy")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="New folder of the bundle; default: the policy's name and the platform")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16")] = "1",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo")] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
+    lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
+) -> None:
+    """Write a policy as a bundle that a server starts faster: weights as served, StableHLO and executables.
+
+    Executables are compiled only on a machine with such a device. A server uses the executables of its own user's
+    bundles, and of bundles whose digest is in the setting trusted_bundles.
+
+    Exit code 2 for a wrong option, 3 if the policy cannot be loaded or exported.
+    """
+    from rich.console import Console
+
+    import jaxmodels
+    from jaxmodels.checkpoints.bundle import compute_digest
+    from jaxmodels.devices import PLATFORMS, find_placement
+    from jaxmodels.errors import ConfigError, JaxModelsError
+    from jaxmodels.export import export_policy
+
+    sizes = _read_batch_sizes(batch)
+    folder = output or Path(f"{Path(policy).resolve().name if Path(policy).is_dir() else Path(policy).name}-{target}")
+    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "rename": read_rename(rename)}
+    try:
+        with Console(stderr=True, highlight=False).status("loading the policy ...") as status:
+            try:
+                device = find_placement(target).name
+            except ConfigError:
+                device = "cpu"
+            platform = PLATFORMS.get(target, target)
+            loaded = jaxmodels.load_policy(policy, device=device, platform=platform, lerobot=lerobot_version, **options)
+            manifest = export_policy(
+                loaded, folder, target, batch_sizes=sizes, on_progress=lambda step: status.update(f"{step} ...")
+            )
+        with jaxmodels.PolicyFolder(folder) as written:
+            digest = compute_digest(written)
+    except (JaxModelsError, OSError) as error:
+        then = "robojax check shows whether the policy can be loaded; --output names a new folder on a disk with space"
+        fail(Code.POLICY, f"{policy} cannot be exported", str(error), then)
+    print_facts(
+        [
+            ("bundle", str(folder)),
+            ("dtype", manifest.dtype),
+            ("batch sizes", ", ".join(map(str, manifest.batch_sizes))),
+            ("executables", f"{manifest.device}, jaxlib {manifest.jaxlib}" if manifest.device else _WITHOUT_DEVICE),
+            ("digest", digest),
+        ]
+    )
+
+
+_WITHOUT_DEVICE = "none: this machine has no such device; a server compiles at its first start"
+
+
+def _read_batch_sizes(text: str) -> tuple[int, ...]:
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(size.isdecimal() and 0 < int(size) <= 1024 for size in sizes):
+        fail(
+            Code.USAGE, f"--batch is {text!r}", "wanted numbers of 1 to 1024, separated by commas", "try --batch 1,4,16"
+        )
+    return tuple(sorted({int(size) for size in sizes}))
