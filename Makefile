@@ -41,7 +41,7 @@ REPEAT ?= 1
 faults: setup-dev ## break the server's links, policies and process, REPEAT times each
 	@$(BIN)/python -m pytest --numprocesses 2 --timeout 300 tests/faults --repeat $(REPEAT) $(ARGS)
 
-peers: $(VENV)/.robojax-peers ## PyTorch, diffusers, Ray and openpi-client, without which their tests are skipped
+peers: $(VENV)/.robojax-peers $(VENV)/.robojax-gpu ## PyTorch, diffusers, Ray, openpi-client and JAX's CUDA compiler, for tests
 
 test-peers: peers servers ## the tests that `make test` skips without these packages and programs
 	@$(PYTEST) -m "needs_peers and not timed" --numprocesses 2 $(ARGS); \
@@ -91,6 +91,18 @@ $(VENV)/.robojax-peers: $(VENV)/.robojax-dev
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' --editable '.[sim,dev,parity,ray]'
 	@$(BIN)/python -m venv $(VENV)/openpi
 	@$(VENV)/openpi/bin/python -m pip install --quiet --disable-pip-version-check 'openpi-client==0.1.2' typing_extensions
+	@touch $@
+
+# JAX looks for a GPU wherever its CUDA plugin is installed, so the plugin gets an environment of its own, which also
+# finds the packages of .venv. It takes 850 MB.
+PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+PLUGINS := import jax; print(*(f"jax-cuda13-{name}=={jax.__version__}" for name in ("plugin", "pjrt")))
+$(VENV)/.robojax-gpu: $(VENV)/.robojax-dev
+	@echo "robojax: installing JAX's CUDA compiler, which needs no GPU"
+	@$(BIN)/python -m venv $(VENV)/gpu
+	@$(BIN)/python -c '$(PACKAGES)' > "$$($(VENV)/gpu/bin/python -c '$(PACKAGES)')/robojax.pth"
+	@$(VENV)/gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  $$($(BIN)/python -c '$(PLUGINS)') 'nvidia-cuda-nvcc<14' 'nvidia-nvvm<14' 'nvidia-nvjitlink<14'
 	@touch $@
 
 # Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.

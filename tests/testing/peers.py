@@ -17,11 +17,14 @@ import pytest
 OPENPI_PYTHON = Path(
     os.environ.get("ROBOJAX_OPENPI_PYTHON", Path(__file__).parents[2] / ".venv" / "openpi" / "bin" / "python")
 )
+# The plugin that compiles for GPUs has one, too, because JAX looks for a GPU wherever the plugin is installed.
+GPU_PYTHON = Path(os.environ.get("ROBOJAX_GPU_PYTHON", Path(__file__).parents[2] / ".venv" / "gpu" / "bin" / "python"))
 INSTALL = {
     "torch": "make peers",
     "diffusers": "make peers",
     "ray": "make peers",
     "openpi-client": "make peers",
+    "jax-cuda13-plugin": "make peers",
     "peft": "pip install peft",
     "flatbuffers": "pip install flatbuffers",
     "libtpu": "pip install 'jax[tpu]'",
@@ -41,6 +44,8 @@ def has_peer(name: str) -> bool:
         return any(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if name == "openpi-client":
         return OPENPI_PYTHON.exists()
+    if name == "jax-cuda13-plugin":
+        return GPU_PYTHON.exists()
     if name in ("nginx", "caddy", "chromium"):
         return shutil.which(name) is not None
     return find_spec(name) is not None
