@@ -38,7 +38,7 @@ from jaxmodels.quantization import (
     AUTO,
     AUTO_DTYPES,
     find_policy_dtypes,
-    get_stored_dtype,
+    get_kept_dtypes,
     list_scales,
     quantize_weights,
 )
@@ -415,10 +415,10 @@ class Policy:
 
     def _plan_programs(self, serving: Mapping[str, Any], scales: Scales) -> Programs:
         config, kind = self.checkpoint.config, self._kind
-        plan = config.architecture()
+        plan, kept = config.architecture(), get_kept_dtypes(serving)
 
         def dtype(name: str) -> Any:
-            return np.float32 if name.startswith(CONSTANTS) else get_stored_dtype(name, serving, self._dtype)
+            return np.float32 if name.startswith(CONSTANTS) else kept.get(name, self._dtype)
 
         return Programs(
             stages={stage.name: partial(stage.run, plan) for stage in kind.stages},

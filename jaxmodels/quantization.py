@@ -185,11 +185,11 @@ def list_scales(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, 
     return {name + _get_suffix(dtype): (shapes[name][0 if shared == (1,) else -1],) for name, shared in axes.items()}
 
 
-def get_stored_dtype(name: str, weights: Mapping[str, Any], dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype of a serving weight: its own if it is quantized or a scale, else the policy's."""
-    is_scale = name.endswith((SCALE, WEIGHT_SCALE)) and name.rpartition(".")[0] in weights
-    own = weights[name].dtype
-    return own if is_scale or own.itemsize == 1 else dtype
+def get_kept_dtypes(weights: Mapping[str, Any]) -> dict[str, DTypeLike]:
+    """Return the dtypes of quantized matrices and of their scales, by name; other weights get the policy's dtype."""
+    matrices = [name for name, array in weights.items() if array.dtype.itemsize == 1]
+    kept = [*matrices, *(name + suffix for name in matrices for suffix in (SCALE, WEIGHT_SCALE))]
+    return {name: weights[name].dtype for name in kept if name in weights}
 
 
 def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
