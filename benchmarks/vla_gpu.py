@@ -82,21 +82,24 @@ class RandomBlocks:
         )
 
 
-def build_checkpoint(case: Case, folder: Path, *, is_small: bool, draw: Any = None) -> Any:
+def build_checkpoint(
+    case: Case, folder: Path, *, is_small: bool, draw: Any = None, architecture: Mapping[str, Any] | None = None
+) -> Any:
     """A policy of random weights in memory; the folder gets its tokenizer's files.
 
     Args:
         draw: an array of weights by its name and shape, instead of random ones.
+        architecture: sizes of pi0 and pi0.5; by default those in LeRobot's code, or smaller ones if `is_small`.
     """
     import ml_dtypes
 
     if case.policy == "act":
         return act_latency.build_checkpoint(len(CAMERAS), *vla_latency.FRAME, draw or RandomBlocks(np.float32))
-    parts, architecture = (4, vla_latency.ARCHITECTURE) if is_small else (1, {})
+    parts, sizes = (4, vla_latency.ARCHITECTURE) if is_small else (1, {})
     if case.policy == "pi05":
         draw = draw or RandomBlocks(ml_dtypes.bfloat16)
     return vla_latency.build_checkpoint(
-        folder, case.policy, parts=parts, cameras=CAMERAS, architecture=architecture, draw=draw
+        folder, case.policy, parts=parts, cameras=CAMERAS, architecture=architecture or sizes, draw=draw
     )
 
 

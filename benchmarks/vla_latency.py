@@ -156,19 +156,21 @@ def build_checkpoint(
             ProcessorStep("smolvla_new_line_processor", {}, comes_after=False),
             ProcessorStep("tokenizer_processor", tokenize, comes_after=False),
         )
-    elif case == "pi05":
+    elif case in ("pi0", "pi05"):
         values |= {"architecture": dict(architecture), "dtype": "float32"}
         tokenize = {
-            "max_length": 200,
+            "max_length": 48 if case == "pi0" else 200,
             "task_key": "task",
             "padding_side": "right",
             "padding": "max_length",
             "truncation": True,
             "tokenizer_name": PALIGEMMA,
         }
-        steps = (
-            ProcessorStep("pi05_prepare_state_tokenizer_processor_step", {}, comes_after=True),
-            ProcessorStep("tokenizer_processor", tokenize, comes_after=True),
+        # The prompt of pi0.5 contains the normalised state.
+        prepare = "pi0_new_line_processor" if case == "pi0" else "pi05_prepare_state_tokenizer_processor_step"
+        steps = tuple(
+            ProcessorStep(name, settings, comes_after=case == "pi05")
+            for name, settings in ((prepare, {}), ("tokenizer_processor", tokenize))
         )
     else:
         values |= {"noise_scheduler_type": "DDIM", "num_inference_steps": 10, "pretrained_backbone_weights": None}
@@ -184,7 +186,8 @@ def build_checkpoint(
     inputs: Normalizer = made.inputs
     draw = draw or partial(_random, np.random.default_rng(0))
     weights = {name: draw(name, shape.shape) for name, shape in model_blueprint(config).shapes.items()}
-    write_tokenizer = {"smolvla": lambda: _write_vlm(folder / "vlm"), "pi05": lambda: _write_words(folder / PALIGEMMA)}
+    write_words = partial(_write_words, folder / PALIGEMMA)
+    write_tokenizer = {"smolvla": lambda: _write_vlm(folder / "vlm"), "pi05": write_words, "pi0": write_words}
     tokenizer = write_tokenizer[case]() if case in write_tokenizer else None
     normalization = Normalization(inputs, made.outputs, {}, steps)
     return Checkpoint(config, weights, normalization, tokenizer=tokenizer)

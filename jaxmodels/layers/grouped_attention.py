@@ -3,7 +3,7 @@
 Sources: https://arxiv.org/abs/2305.13245 (grouped queries), https://arxiv.org/abs/2104.09864 (rotary positions).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +26,8 @@ class Rotation(NamedTuple):
     sin: Float[Array, "b n 1 k2"]
 
 
-class KeyValues(NamedTuple):
-    """Rotated keys, and values, of some tokens."""
-
-    key: Float[Array, "b m kv k"]
-    value: Float[Array, "b m kv k"]
+# Rotated keys, then values, of some tokens: (2, b, m, kv, k). One array, because a GPU then appends with one kernel.
+KeyValues: TypeAlias = Float[Array, "2 _ _ _ _"]
 
 
 def compute_rotation(positions: Int[Array, "b n"], head_width: int) -> Rotation:
@@ -60,9 +57,14 @@ def mask_blocks(is_valid: Bool[Array, "b n"], starts: Bool[np.ndarray, " n"]) ->
     return jnp.asarray(block[None, :] <= block[:, None]) & is_valid[:, None, :] & is_valid[:, :, None]
 
 
-def mask_after_prefix(prefix: Bool[Array, "b m"], starts: Bool[np.ndarray, " n"]) -> Bool[Array, "b n m_n"]:
-    """Return what tokens after a prefix see: all valid tokens of the prefix, and each other as in `mask_blocks`."""
+def mask_after_prefix(prefix: Bool[Array, "b m"], starts: Bool[np.ndarray, " n"]) -> Bool[Array, "b #n m_n"]:
+    """Return what tokens after a prefix see: all valid tokens of the prefix, and each other as in `mask_blocks`.
+
+    The mask of a single block is the same for all queries, (b, 1, m_n).
+    """
     batch, count = prefix.shape[0], len(starts)
+    if not starts[1:].any():
+        return jnp.pad(prefix, ((0, 0), (0, count)), constant_values=True)[:, None]
     own = mask_blocks(jnp.ones((batch, count), bool), starts)
     before = jnp.broadcast_to(prefix[:, None], (batch, count, prefix.shape[1]))
     return jnp.concatenate((before, own), axis=-1)
@@ -70,7 +72,7 @@ def mask_after_prefix(prefix: Bool[Array, "b m"], starts: Bool[np.ndarray, " n"]
 
 def append(cache: KeyValues, own: KeyValues) -> KeyValues:
     """Return keys and values of the cache, followed by `own`."""
-    return KeyValues(jnp.concatenate((cache.key, own.key), axis=1), jnp.concatenate((cache.value, own.value), axis=1))
+    return jnp.concatenate((cache, own), axis=2)
 
 
 # Number of keys in half precision: whole tiles of a product on a GPU.
@@ -82,15 +84,15 @@ def pad_keys(cache: KeyValues, behind: int = 0) -> KeyValues:
 
     Otherwise XLA copies them at every use. `pad_mask` pads the mask.
     """
-    count = -(cache.key.shape[1] + behind) % ALIGNED
-    if cache.key.dtype == jnp.float32 or count == 0:
+    count = -(cache.shape[2] + behind) % ALIGNED
+    if cache.dtype == jnp.float32 or count == 0:
         return cache
-    return KeyValues(*(jnp.pad(array, ((0, 0), (0, count), (0, 0), (0, 0))) for array in cache))
+    return jnp.pad(cache, ((0, 0), (0, 0), (0, count), (0, 0), (0, 0)))
 
 
 def pad_mask(is_valid: Bool[Array, "b m"], cache: KeyValues) -> Bool[Array, "b m2"]:
     """Return which tokens of a padded cache count."""
-    return jnp.pad(is_valid, ((0, 0), (0, cache.key.shape[1] - is_valid.shape[1])))
+    return jnp.pad(is_valid, ((0, 0), (0, cache.shape[2] - is_valid.shape[1])))
 
 
 def attend_grouped(
@@ -101,18 +103,17 @@ def attend_grouped(
     Args:
         mask: which keys a query sees; None for all. A query without keys gets the mean of all values.
     """
-    batch, length, heads, width = query.shape
-    groups = heads // seen.key.shape[2]
+    heads, width = query.shape[2:]
+    key, value = seen
+    groups = heads // key.shape[2]
     # Stack all queries of one key head, for few large products instead of many small products.
     queries = rearrange(query, "b n (kv g) k -> b kv (n g) k", g=groups)
-    scores = jnp.einsum("bvqk,bmvk->bvqm", queries, seen.key, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.einsum("bvqk,bmvk->bvqm", queries, key, preferred_element_type=jnp.float32) * width**-0.5
     if mask is not None:
-        each = jnp.broadcast_to(mask, (batch, length, mask.shape[2]))
-        scores = jnp.where(jnp.repeat(each, groups, axis=1)[:, None], scores, LOWEST)
+        each = mask if mask.shape[1] == 1 else jnp.repeat(mask, groups, axis=1)
+        scores = jnp.where(each[:, None], scores, LOWEST)
     powers, total = compute_exponents(scores)
-    mixed = jnp.einsum(
-        "bvqm,bmvk->bvqk", powers.astype(seen.value.dtype), seen.value, preferred_element_type=jnp.float32
-    )
+    mixed = jnp.einsum("bvqm,bmvk->bvqk", powers.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return rearrange((mixed / total).astype(query.dtype), "b kv (n g) k -> b n (kv g) k", g=groups)
 
 
@@ -128,13 +129,13 @@ class KeyValueProjection(nnx.Module):
         """Return rotated keys, and values, of tokens."""
         split = "b m (kv k) -> b m kv k"
         key = rearrange(self.key(x), split, kv=self.kv_heads)
-        return KeyValues(rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads))
+        return jnp.stack((rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads)))
 
     def project_again(self, cache: KeyValues) -> KeyValues:
         """Project another model's keys and values to own keys and values, without rotation."""
-        flat, split = "b m kv k -> b m (kv k)", "b m (kv k) -> b m kv k"
-        key, value = self.key(rearrange(cache.key, flat)), self.value(rearrange(cache.value, flat))
-        return KeyValues(rearrange(key, split, kv=self.kv_heads), rearrange(value, split, kv=self.kv_heads))
+        key, value = rearrange(cache, "two b m kv k -> two b m (kv k)")
+        both = jnp.stack((self.key(key), self.value(value)))
+        return rearrange(both, "two b m (kv k) -> two b m kv k", kv=self.kv_heads)
 
 
 class GroupedQueryAttention(KeyValueProjection):

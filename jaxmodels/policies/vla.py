@@ -75,6 +75,8 @@ def prepare(network: type[VlaModel], config: VlaConfig, weights: Mapping[str, An
     needed = {
         name: array for name, array in weights.items() if not any(part in name for part in network.only_for_times)
     }
+    if "time_in.kernel" in needed:  # The rows that multiply actions; the others multiply times.
+        needed["time_in.kernel"] = needed["time_in.kernel"][: needed["time_in.kernel"].shape[1]]
     return needed | {f"{CONSTANTS}{name}": term.astype(np.float32) for name, term in terms.items()}
 
 

@@ -85,7 +85,7 @@ class AdaptiveLayer(nnx.Module):
         x: Float[Array, "b n d"],
         modulations: tuple[Modulation, Modulation],
         rotation: Rotation,
-        mask: Bool[Array, "b n m"],
+        mask: Bool[Array, "b #n m"],
         cache: KeyValues,
     ) -> Float[Array, "b n d"]:
         first, second = modulations
@@ -153,7 +153,7 @@ class AdaptiveExpert(nnx.Module):
 
 def locate_suffix(
     prefix: PrefixCache, starts: Bool[np.ndarray, " n"], head_width: int
-) -> tuple[Rotation, Bool[Array, "b n m_n"]]:
+) -> tuple[Rotation, Bool[Array, "b #n m_n"]]:
     """Return the positions of tokens after the valid tokens of a prefix, and their mask."""
     first = jnp.sum(prefix.is_valid, axis=1, dtype=jnp.int32)[:, None]
     rotation = compute_rotation(first + jnp.arange(len(starts), dtype=jnp.int32), head_width)
