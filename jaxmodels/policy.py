@@ -39,7 +39,7 @@ from jaxmodels.quantization import (
     AUTO_DTYPES,
     find_policy_dtypes,
     get_kept_dtypes,
-    list_scales,
+    list_stored,
     quantize_weights,
 )
 from jaxmodels.ranges import shorten_value
@@ -384,7 +384,7 @@ class Policy:
             expected = {name: shape.shape for name, shape in expected.items()}
             check_fit(
                 {name: array.shape for name, array in serving.items()},
-                expected if small is None else expected | list_scales(expected, small),
+                expected if small is None else expected | list_stored(expected, small),
                 where="weights of the bundle",
             )
         if _programs is None:
