@@ -38,7 +38,7 @@ from jaxmodels.quantization import (
     AUTO,
     AUTO_DTYPES,
     find_policy_dtypes,
-    get_kept_dtypes,
+    get_own_dtypes,
     list_stored,
     quantize_weights,
 )
@@ -415,7 +415,7 @@ class Policy:
 
     def _plan_programs(self, serving: Mapping[str, Any], scales: Scales) -> Programs:
         config, kind = self.checkpoint.config, self._kind
-        plan, kept = config.architecture(), get_kept_dtypes(serving)
+        plan, kept = config.architecture(), get_own_dtypes(serving)
 
         def dtype(name: str) -> Any:
             return np.float32 if name.startswith(CONSTANTS) else kept.get(name, self._dtype)

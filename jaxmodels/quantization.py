@@ -185,7 +185,7 @@ def list_stored(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, 
     return {**matrices, **{name + _get_suffix(dtype): shape[:1] for name, shape in matrices.items()}}
 
 
-def get_kept_dtypes(weights: Mapping[str, Any]) -> dict[str, DTypeLike]:
+def get_own_dtypes(weights: Mapping[str, Any]) -> dict[str, DTypeLike]:
     """Return the dtypes of quantized matrices and of their scales, by name; other weights get the policy's dtype."""
     matrices = [name for name, array in weights.items() if array.dtype.itemsize == 1]
     kept = [*matrices, *(name + suffix for name in matrices for suffix in (SCALE, WEIGHT_SCALE))]
