@@ -51,6 +51,11 @@ class ActionGate:
         observations: number of observations.
         source: where they come from.
         limit: largest accepted share.
+
+    Example:
+        >>> joints = (JointDifference("jaw", error=0.3, share=0.006),)
+        >>> ActionGate("int8", "float32", 16, "seeded observations", 0.005, joints).passed
+        False
     """
 
     dtype: str

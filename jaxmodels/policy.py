@@ -39,8 +39,8 @@ from jaxmodels.quantization import (
     AUTO,
     AUTO_DTYPES,
     find_policy_dtypes,
-    get_stored_dtype,
-    list_scales,
+    get_own_dtypes,
+    list_stored,
     quantize_weights,
 )
 from jaxmodels.ranges import shorten_value
@@ -386,7 +386,7 @@ class Policy:
             expected = {name: shape.shape for name, shape in expected.items()}
             check_fit(
                 {name: array.shape for name, array in serving.items()},
-                expected if small is None else expected | list_scales(expected, small),
+                expected if small is None else expected | list_stored(expected, small),
                 where="weights of the bundle",
             )
         if _programs is None:
@@ -417,10 +417,10 @@ class Policy:
 
     def _plan_programs(self, serving: Mapping[str, Any], scales: Scales) -> Programs:
         config, kind = self.checkpoint.config, self._kind
-        plan = config.architecture()
+        plan, kept = config.architecture(), get_own_dtypes(serving)
 
         def dtype(name: str) -> Any:
-            return np.float32 if name.startswith(CONSTANTS) else get_stored_dtype(name, serving, self._dtype)
+            return np.float32 if name.startswith(CONSTANTS) else kept.get(name, self._dtype)
 
         return Programs(
             stages={stage.name: partial(stage.run, plan) for stage in kind.stages},

@@ -7,8 +7,8 @@ columns), https://arxiv.org/abs/2209.05433 (float8_e4m3fn).
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class QuantizedMatrix:
     """A weight in 8 bits, in the place of an array of `dtype`.
 
     Attributes:
-        values: int8 or float8_e4m3fn, in the layout of the weight.
+        values: (out, in) int8 or float8_e4m3fn, in which a GPU needs no copy of them.
         scale: (out,) float32; a channel's values times its scale are its weights. A table has a scale per word.
         dtype: dtype that the policy computes in.
         quantizes_tokens: whether activations are quantized for the product.
@@ -68,32 +68,29 @@ class QuantizedMatrix:
             raise TypeError(f"a quantized matrix was indexed with {index}; this weight must keep the policy's dtype")
         return (self.values[index].astype(jnp.float32) * self.scale[index][..., None]).astype(self.dtype)
 
-    def reshape(self, *shape: int) -> "QuantizedMatrix":
-        """Return the weight with other axes of inputs."""
-        return replace(self, values=self.values.reshape(shape))
-
 
 jax.tree_util.register_dataclass(QuantizedMatrix, ["values", "scale"], ["dtype", "quantizes_tokens"])
 
 
-def quantize(x: Any, dtype: DTypeLike, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return `x` in 8 bits, and the float32 scales along the other axes (`axes` are kept with size 1)."""
+def quantize(x: Any, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Return rows (..., d) in 8 bits, and their float32 scales (..., 1)."""
     x, largest = jnp.asarray(x, jnp.float32), _LARGEST[jnp.dtype(dtype)]
-    most = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    most = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     scale = jnp.where(most > 0, most, 1) / largest
     scaled = x / scale
     return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale
 
 
 def multiply(x: Any, weight: Any, axis: int) -> Any:
-    """Multiply tokens (..., d) by a matrix whose `axis` is the inputs: 0 of (d, e), or 1 of torch's layout (e, d).
+    """Multiply tokens (..., d) by a matrix, whose `axis` is the inputs if it is not quantized.
 
+    The axis is 1 in torch's layout (e, d), and 0 in (d, e), also of a convolution (k, d / k, e) over windows of tokens.
     Tokens are quantized if the matrix demands it. A CPU multiplies the same 8-bit numbers in float32, because XLA's
     products of 8 bits take 100 times longer there; sums of products of int8 are exact up to 1,040 inputs.
     """
     if not isinstance(weight, QuantizedMatrix):
-        return jnp.einsum("...d,ed->...e", x, weight) if axis else x @ weight
-    axes = (((x.ndim - 1,), (axis,)), ((), ()))
+        return jnp.einsum("...d,ed->...e", x, weight) if axis else x @ weight.reshape(-1, weight.shape[-1])
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
 
     def dot(tokens: jax.Array, values: jax.Array, dtype: DTypeLike, sums: DTypeLike = jnp.float32) -> jax.Array:
         tokens, values = tokens.astype(dtype), values.astype(dtype)
@@ -101,7 +98,7 @@ def multiply(x: Any, weight: Any, axis: int) -> Any:
 
     if not weight.quantizes_tokens:
         return (dot(x, weight.values, x.dtype) * weight.scale).astype(x.dtype)
-    tokens, scale = quantize(x, weight.values.dtype, -1)
+    tokens, scale = quantize(x, weight.values.dtype)
     sums = jnp.int32 if tokens.dtype == jnp.int8 else jnp.float32
     of_8_bits, of_floats = partial(dot, dtype=tokens.dtype, sums=sums), partial(dot, dtype=jnp.float32)
     with jax.default_matmul_precision("default"):  # A higher one would split numbers of 8 bits.
@@ -143,13 +140,20 @@ def find_policy_dtypes(name: str | None, platform: str, accelerator_dtype: str) 
     return find_dtype(None if name == AUTO else name, platform, accelerator_dtype), None
 
 
-def find_axes(name: str, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the axes of a weight that share a scale, which are its inputs; None for a weight that is not quantized."""
-    if math.prod(shape) < SMALLEST or len(shape) != (3 if name.startswith("unet.") else 2):
-        return None
-    if _MATRICES.search(name):
-        return (1,) if name.endswith("weight") else tuple(range(len(shape) - 1))
-    return (1,) if name in _TABLES else None
+def list_quantized(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, tuple[int, int]]:
+    """Return the shapes (out, in) of the weights that are quantized, by name; tables of words are (words, width)."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in shapes.items():
+        is_matrix = _MATRICES.search(name) and len(shape) == (3 if name.startswith("unet.") else 2)
+        if math.prod(shape) >= SMALLEST and (is_matrix or name in _TABLES):
+            out = shape[-1] if name.endswith("kernel") else shape[0]
+            found[name] = (out, math.prod(shape) // out)
+    if not found:
+        raise ConfigError(
+            f"dtype is {dtype}, and the policy has no matrix of an attention or feed-forward layer with "
+            f"{SMALLEST:,} numbers or more; use float32 or bfloat16"
+        )
+    return found
 
 
 def quantize_weights(weights: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
@@ -159,19 +163,15 @@ def quantize_weights(weights: Mapping[str, Any], dtype: str) -> dict[str, np.nda
         ConfigError: none of the weights can be quantized.
     """
     # On the CPU, which is faster than NumPy and needs no memory of the device.
-    run, place = jax.jit(quantize, static_argnums=(1, 2)), jax.local_devices(backend="cpu")[0]
+    run, place = jax.jit(quantize, static_argnums=1), jax.local_devices(backend="cpu")[0]
     quantized: dict[str, np.ndarray] = {}
-    for name, array in weights.items():
-        if (axes := find_axes(name, np.shape(array))) is not None:
-            # Rows of words have int8's smaller error, because no product needs another dtype.
-            kind = jnp.dtype(jnp.int8 if name in _TABLES else WEIGHT_DTYPES[dtype])
-            values, scale = run(jax.device_put(np.asarray(array, np.float32), place), kind, axes)
-            quantized |= {name: np.asarray(values), name + _get_suffix(dtype): np.asarray(scale).reshape(-1)}
-    if not quantized:
-        raise ConfigError(
-            f"dtype is {dtype}, and the policy has no matrix of an attention or feed-forward layer with "
-            f"{SMALLEST:,} numbers or more; use float32 or bfloat16"
-        )
+    for name, (out, width) in list_quantized({name: np.shape(array) for name, array in weights.items()}, dtype).items():
+        array = np.asarray(weights[name], np.float32)
+        matrix = array.reshape(width, out).T if name.endswith("kernel") else array
+        # Rows of words have int8's smaller error, because no product needs another dtype.
+        kind = jnp.dtype(jnp.int8 if name in _TABLES else WEIGHT_DTYPES[dtype])
+        values, scale = run(jax.device_put(matrix, place), kind)
+        quantized |= {name: np.asarray(values), name + _get_suffix(dtype): np.asarray(scale)[:, 0]}
     return quantized
 
 
@@ -179,17 +179,17 @@ def _get_suffix(dtype: str) -> str:
     return WEIGHT_SCALE if dtype == INT8_WEIGHTS else SCALE
 
 
-def list_scales(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the scales of quantized weights."""
-    axes = {name: found for name, shape in shapes.items() if (found := find_axes(name, shape)) is not None}
-    return {name + _get_suffix(dtype): (shapes[name][0 if shared == (1,) else -1],) for name, shared in axes.items()}
+def list_stored(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of quantized matrices and of their scales, by name."""
+    matrices = list_quantized(shapes, dtype)
+    return {**matrices, **{name + _get_suffix(dtype): shape[:1] for name, shape in matrices.items()}}
 
 
-def get_stored_dtype(name: str, weights: Mapping[str, Any], dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype of a serving weight: its own if it is quantized or a scale, else the policy's."""
-    is_scale = name.endswith((SCALE, WEIGHT_SCALE)) and name.rpartition(".")[0] in weights
-    own = weights[name].dtype
-    return own if is_scale or own.itemsize == 1 else dtype
+def get_own_dtypes(weights: Mapping[str, Any]) -> dict[str, DTypeLike]:
+    """Return the dtypes of quantized matrices and of their scales, by name; other weights get the policy's dtype."""
+    matrices = [name for name, array in weights.items() if array.dtype.itemsize == 1]
+    kept = [*matrices, *(name + suffix for name in matrices for suffix in (SCALE, WEIGHT_SCALE))]
+    return {name: weights[name].dtype for name in kept if name in weights}
 
 
 def join_scales(weights: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def ranks(package: str) -> dict[str, int]:
 PATHS = {
     "frame": (13, 62, 110, 0),
     "session": (56, 356, 260, 5),
-    "policy": (25, 270, 760, 0),
+    "policy": (26, 274, 760, 0),
     "push": (32, 265, 290, 5),
 }
 

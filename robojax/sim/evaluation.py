@@ -179,7 +179,7 @@ class SuccessGate:
 
     Attributes:
         lifted, reference_lifted: successes of the quantized policy and of the reference.
-        probability: of as few successes, if both are equally good (`fisher`).
+        probability: p value of `fisher`, if both are equally good.
     """
 
     episodes: int

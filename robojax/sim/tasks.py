@@ -152,7 +152,7 @@ class Score:
 
 
 def fisher(successes: int, trials: int, other_successes: int, other_trials: int) -> float:
-    """Return the probability of as few successes or fewer, if both success rates are equal (Fisher's exact test).
+    """Return the probability of these successes or fewer, if both success rates are equal (Fisher's exact test).
 
     Example:
         >>> round(fisher(15, 20, 20, 20), 3)

@@ -91,15 +91,13 @@ class TimeConvolution(nnx.Module):
     """Convolution over time as one product, padded so that the length stays except for the stride."""
 
     def __init__(self, inputs: int, outputs: int, size: int, *, stride: int = 1, rngs: nnx.Rngs):
-        self.stride = stride
+        self.size, self.stride = size, stride
         bound = 1 / math.sqrt(inputs * size)  # torch's default initialization.
         self.kernel = nnx.Param(jax.random.uniform(rngs.params(), (size, inputs, outputs), minval=-bound, maxval=bound))
         self.bias = nnx.Param(jax.random.uniform(rngs.params(), (outputs,), minval=-bound, maxval=bound))
 
     def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t2 d"]:
-        size, inputs, outputs = self.kernel.shape
-        windows = shift_time(x, size, self.stride)
-        return multiply(windows, self.kernel[...].reshape(size * inputs, outputs), 0) + self.bias[...]
+        return multiply(shift_time(x, self.size, self.stride), self.kernel[...], 0) + self.bias[...]
 
 
 class Upsample(nnx.Module):

@@ -106,7 +106,8 @@ def test_fewer_successes_are_tested_by_fishers_exact_test(lifted: int, expected:
     from scipy.stats import fisher_exact
 
     table = [[lifted, 40 - lifted], [expected, 40 - expected]]
-    probability = fisher_exact(table, alternative="less").pvalue
+    result: Any = fisher_exact(table, alternative="less")
+    probability = result.pvalue
     assert fisher(lifted, 40, expected, 40) == pytest.approx(probability, abs=1e-12)
     assert SuccessGate(40, lifted, expected, fisher(lifted, 40, expected, 40)).passed == (probability >= 0.05)
 
