@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.checkpoints.tokenizer_process import isolate_tokenizers
     from jaxmodels.devices import name_devices
+    from jaxmodels.export import export_policy
     from jaxmodels.gates import ActionGate, measure_action_gate
     from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files
     from jaxmodels.policies.act.model import TemporalEnsembler
     from jaxmodels.policy import Policy, load_policy, read_requirements
+    from jaxmodels.roofline import ACCELERATORS
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.types import Requirements
 
 __all__ = [
+    "ACCELERATORS",
     "POLICY_FILES",
     "ActionGate",
     "LoadedModel",
@@ -32,6 +35,7 @@ __all__ = [
     "Transformer2DModel",
     "ask_hub",
     "cache_folder",
+    "export_policy",
     "fetch",
     "find_policy",
     "hub_cache",
@@ -54,9 +58,11 @@ _NAMES = {
     "jaxmodels.checkpoints.tokenizer_process": "isolate_tokenizers",
     "jaxmodels.devices": "name_devices",
     "jaxmodels.gates": "ActionGate measure_action_gate",
+    "jaxmodels.export": "export_policy",
     "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
     "jaxmodels.policies.act.model": "TemporalEnsembler",
     "jaxmodels.policy": "Policy load_policy read_requirements",
+    "jaxmodels.roofline": "ACCELERATORS",
     "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
     "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",
     "jaxmodels.types": "Requirements",

@@ -7,9 +7,11 @@ user exported, and bundles whose digest the operator named. The other files are 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,45 +24,63 @@ from jaxmodels.checkpoints.folder import BUNDLE
 from jaxmodels.devices import PLATFORMS, find_placement
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.policy import Policy
+from jaxmodels.policy import load_policy
 
 EXPORTED = ("cpu", "cuda", "rocm", "tpu")
 
 
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that was written, and the digest that identifies its content."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+
+
 def export_policy(
-    policy: Policy,
-    folder: Path,
+    path_or_repo: str | Path,
+    folder: str | Path,
     platform: str,
     *,
     batch_sizes: Sequence[int] = (1,),
     on_progress: Callable[[str], None] = lambda step: None,
-) -> Manifest:
-    """Write a policy as a bundle, with executables if the policy is on a device of the platform.
+    **options: Any,
+) -> Bundle:
+    """Write a policy as a bundle, with executables if this machine has a device of the platform.
 
     Args:
-        policy: a policy that was loaded for this platform (argument `platform` of `load_policy`), and not yet compiled.
+        path_or_repo: as of `load_policy`.
         folder: a folder that does not exist, or is empty.
-        platform: one of `EXPORTED`.
+        platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
         batch_sizes: batch sizes of StableHLO programs and executables.
         on_progress: called with each step.
+        options: further arguments of `load_policy`, e.g. `revision`, `dtype`, `rename`.
 
     Raises:
-        ConfigError: the platform or the policy makes no sense, or the folder has files.
+        ConfigError: the platform is unknown, the policy is a bundle, or the folder has files.
+        JaxModelsError: as of `load_policy`.
 
     Example:
         >>> from jaxmodels import load_policy
-        >>> policy = load_policy("robojax/sim/policy", device="cpu")
         >>> with TemporaryDirectory() as place:
-        ...     manifest = export_policy(policy, Path(place) / "bundle", "cpu")
-        ...     load_policy(Path(place) / "bundle", device="cpu").dtype, manifest.batch_sizes
+        ...     bundle = export_policy("robojax/sim/policy", f"{place}/act-cpu", "cpu")
+        ...     load_policy(bundle.folder).dtype, bundle.manifest.batch_sizes
         ('float32', (1,))
     """
-    if platform not in EXPORTED or PLATFORMS.get(platform, platform) != policy.platform:
-        raise ConfigError(f"platform is {platform!r}, and the policy is for {policy.platform}; wanted the same")
-    if policy.checkpoint.bundle is not None:
-        raise ConfigError("the policy is a bundle; export the folder that the bundle was made from")
+    if platform not in EXPORTED:
+        raise ConfigError(f"platform is {platform!r}; wanted one of {', '.join(EXPORTED)}")
+    folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another folder")
+    try:
+        device = find_placement(platform).name
+    except ConfigError:
+        device = "cpu"
+    target = PLATFORMS.get(platform, platform)
+    policy = load_policy(path_or_repo, device=device, platform=target, on_progress=on_progress, **options)
+    if policy.checkpoint.bundle is not None:
+        raise ConfigError("the policy is a bundle; export the folder that the bundle was made from")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         draft = Path(name) / "bundle"
@@ -92,11 +112,12 @@ def export_policy(
             files=dict(hashes),
         )
         write_json(draft / BUNDLE, manifest.to_json(), indent=2)
-        trust(hash_files([draft / BUNDLE])[0])
+        digest = hash_files([draft / BUNDLE])[0]
+        trust(digest)
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    return manifest
+    return Bundle(folder, manifest, digest)
 
 
 @contextmanager

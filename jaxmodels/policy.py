@@ -446,6 +446,12 @@ class Policy:
         return self._platform
 
     @property
+    def device_kind(self) -> str:
+        """JAX's name of the device's kind, e.g. ``NVIDIA H200``; with their number if there are several."""
+        kind, count = self._placement.devices[0].device_kind, len(self._placement.devices)
+        return kind if count == 1 else f"{count} x {kind}"
+
+    @property
     def prefix_tokens(self) -> int:
         """Tokens of images and words that are computed once per chunk; 0 for a policy without them."""
         return self.checkpoint.config.prefix_tokens

@@ -51,16 +51,12 @@ ACCELERATORS = (
     Accelerator("v5e", ("TPU v5 lite", "TPU v5e"), _V5E, 819 * GIGA, 16 * GIGA),
     Accelerator("v6e", ("TPU v6 lite", "TPU v6e"), _V6E, 1640 * GIGA, 32 * GIGA),
 )
+"""Accelerators with published peaks.
 
-
-def find_accelerator(kind: str) -> Accelerator | None:
-    """Return the accelerator of a device kind; None if its peaks are not listed.
-
-    Example:
-        >>> find_accelerator("NVIDIA H200").bandwidth
-        4800000000000.0
-    """
-    return next((accelerator for accelerator in ACCELERATORS if kind in accelerator.kinds), None)
+Example:
+    >>> [accelerator.name for accelerator in ACCELERATORS]
+    ['H100', 'H200', 'L40S', 'v5e', 'v6e']
+"""
 
 
 @dataclass(frozen=True)

@@ -267,16 +267,14 @@ def compare_roofline(policy: "Policy", batches: Sequence[int], runs: int, dtype:
     """
     import numpy as np
 
-    from jaxmodels import roofline
-    from jaxmodels.devices import find_placement
+    from jaxmodels import ACCELERATORS
 
-    devices = find_placement(policy.device).devices
-    here = roofline.find_accelerator(devices[0].device_kind) if len(devices) == 1 else None
-    found: dict[str, Any] = {"device": policy.device, "kind": devices[0].device_kind, "batches": []}
+    here = next((each for each in ACCELERATORS if policy.device_kind in each.kinds), None)
+    found: dict[str, Any] = {"device": policy.device, "kind": policy.device_kind, "batches": []}
     for batch in batches:
         work = policy.count_work(batch, dtype)
         facts: dict[str, Any] = {**asdict(work), "least": {}, "measured": None}
-        for each in roofline.ACCELERATORS:
+        for each in ACCELERATORS:
             parts = {part.name: part.bound(each, work.dtype) for part in work.parts}
             facts["least"][each.name] = {
                 "parts_ms": {name: seconds * 1e3 for name, (seconds, _) in parts.items()},

@@ -32,37 +32,33 @@ def export(
     from rich.console import Console
 
     import jaxmodels
-    from jaxmodels.checkpoints.bundle import compute_digest
-    from jaxmodels.devices import PLATFORMS, find_placement
-    from jaxmodels.errors import ConfigError, JaxModelsError
-    from jaxmodels.export import export_policy
+    from jaxmodels.errors import JaxModelsError
 
     sizes = _read_batch_sizes(batch)
-    folder = output or Path(f"{Path(policy).resolve().name if Path(policy).is_dir() else Path(policy).name}-{target}")
+    source = Path(policy).resolve() if Path(policy).is_dir() else Path(policy)
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "rename": read_rename(rename)}
     try:
         with Console(stderr=True, highlight=False).status("loading the policy ...") as status:
-            try:
-                device = find_placement(target).name
-            except ConfigError:
-                device = "cpu"
-            platform = PLATFORMS.get(target, target)
-            loaded = jaxmodels.load_policy(policy, device=device, platform=platform, lerobot=lerobot_version, **options)
-            manifest = export_policy(
-                loaded, folder, target, batch_sizes=sizes, on_progress=lambda step: status.update(f"{step} ...")
+            written = jaxmodels.export_policy(
+                policy,
+                output or f"{source.name}-{target}",
+                target,
+                batch_sizes=sizes,
+                lerobot=lerobot_version,
+                on_progress=lambda step: status.update(f"{step} ..."),
+                **options,
             )
-        with jaxmodels.PolicyFolder(folder) as written:
-            digest = compute_digest(written)
     except (JaxModelsError, OSError) as error:
         then = "robojax check shows whether the policy can be loaded; --output names a new folder on a disk with space"
         fail(Code.POLICY, f"{policy} cannot be exported", str(error), then)
+    manifest = written.manifest
     print_facts(
         [
-            ("bundle", str(folder)),
+            ("bundle", str(written.folder)),
             ("dtype", manifest.dtype),
             ("batch sizes", ", ".join(map(str, manifest.batch_sizes))),
             ("executables", f"{manifest.device}, jaxlib {manifest.jaxlib}" if manifest.device else _WITHOUT_DEVICE),
-            ("digest", digest),
+            ("digest", written.digest),
         ]
     )
 

@@ -13,7 +13,7 @@ from tests.testing.models import GOLDEN
 def small_folder(
     golden_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Return the folder of a small policy of any type: with two cameras where there is a golden one of LeRobot."""
+    """Return the folder of a small policy of any type; it has two cameras if the type has golden files of LeRobot."""
     from jaxmodels import Policy
     from tests.unit.jaxmodels.small_policies import CONFIGS, make_checkpoint
 

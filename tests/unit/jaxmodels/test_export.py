@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import stablehlo
 from safetensors.numpy import load_file
 
 import jaxmodels
-from jaxmodels.checkpoints import bundle
+from jaxmodels.checkpoints import bundle as bundles
 from jaxmodels.checkpoints.files import find_policy_weights, write_policy_weights
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.export import export_policy
@@ -33,7 +33,7 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give the test an empty user cache and an empty compile cache."""
     before = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(bundle.VARIABLE, raising=False)
+    monkeypatch.delenv(bundles.VARIABLE, raising=False)
     (tmp_path / "compiled").mkdir()
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
     reset_cache()
@@ -50,7 +50,7 @@ def source(small: Any, checkpoint_of: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def exported(source: Path, tmp_path: Path) -> Path:
-    export_policy(jaxmodels.load_policy(source), tmp_path / "bundle", "cpu")
+    export_policy(source, tmp_path / "bundle", "cpu")
     return tmp_path / "bundle"
 
 
@@ -62,14 +62,15 @@ def list_executables(tmp_path: Path) -> set[str]:
 def test_bundle_acts_like_its_source_without_compiling(name: str, source: Path, golden_folder, tmp_path: Path) -> None:
     folder = source if name == "act" else golden_folder(name)
     original, steps = jaxmodels.load_policy(folder), []
-    manifest = export_policy(original, tmp_path / "bundle", "cpu", batch_sizes=(1, 2), on_progress=steps.append)
-    assert steps[0] == "writing weights"
+    bundle = export_policy(folder, tmp_path / "bundle", "cpu", batch_sizes=(1, 2), on_progress=steps.append)
+    assert steps[:3] == ["reading", "ready", "writing weights"]
     assert steps[-1] == "compiling batch 2"
+    manifest = bundle.manifest
     assert (manifest.platform, manifest.dtype, manifest.batch_sizes) == ("cpu", "float32", (1, 2))
     assert list_executables(tmp_path) == set()
     loaded = jaxmodels.load_policy(tmp_path / "bundle")
     given = list_executables(tmp_path)
-    assert given == set(load_file(tmp_path / "bundle" / bundle.EXECUTABLES))
+    assert given == set(load_file(bundle.folder / bundles.EXECUTABLES))
     needs = original.requirements
     for batch in (1, 2):
         lead = (batch, needs.observation_steps) if needs.observation_steps > 1 else (batch,)
@@ -86,10 +87,9 @@ def test_bundle_acts_like_its_source_without_compiling(name: str, source: Path, 
 
 
 def test_stablehlo_of_an_absent_platform_is_written_without_executables(source: Path, tmp_path: Path) -> None:
-    policy = jaxmodels.load_policy(source, dtype="bfloat16", platform="gpu")
-    manifest = export_policy(policy, tmp_path / "bundle", "cuda", batch_sizes=(3,))
+    manifest = export_policy(source, tmp_path / "bundle", "cuda", batch_sizes=(3,), dtype="bfloat16").manifest
     assert (manifest.device, manifest.jaxlib, manifest.dtype) == (None, None, "bfloat16")
-    assert not (tmp_path / "bundle" / bundle.EXECUTABLES).exists()
+    assert not (tmp_path / "bundle" / bundles.EXECUTABLES).exists()
     dtypes = {stored.dtype.name for stored in find_policy_weights(tmp_path / "bundle").values()}
     assert dtypes == {"bfloat16"}
     content = (tmp_path / "bundle" / "stablehlo" / "batch_3.mlirbc").read_bytes()
@@ -103,14 +103,14 @@ def test_stablehlo_of_an_absent_platform_is_written_without_executables(source: 
 def test_executables_of_untrusted_or_other_devices_are_not_used(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, bundle.__name__)
+    caplog.set_level(logging.INFO, bundles.__name__)
     with jaxmodels.PolicyFolder(exported) as folder:
-        digest = bundle.compute_digest(folder)
+        digest = bundles.compute_digest(folder)
     shutil.rmtree(tmp_path / "cache")  # Another user did not export it.
     jaxmodels.load_policy(exported)
     assert f"its executables are not trusted; add {digest} to the setting trusted_bundles" in caplog.text
     assert list_executables(tmp_path) == set()
-    monkeypatch.setenv(bundle.VARIABLE, f"{'0' * 64},{digest}")
+    monkeypatch.setenv(bundles.VARIABLE, f"{'0' * 64},{digest}")
     jaxmodels.load_policy(exported)
     assert len(list_executables(tmp_path)) == 1
     edit_json(exported / "bundle.json", jaxlib="0.0.1")
@@ -151,7 +151,7 @@ def drop_weight(folder: Path) -> None:
     weights.pop("action_out.bias")
     write_policy_weights(folder, weights)
     files = json.loads((folder / "bundle.json").read_text())["files"]
-    files["model.safetensors"] = bundle.hash_files([folder / "model.safetensors"])[0]
+    files["model.safetensors"] = bundles.hash_files([folder / "model.safetensors"])[0]
     edit_json(folder / "bundle.json", files=files)
 
 
@@ -163,10 +163,10 @@ def test_bundle_is_for_serving_only(exported: Path, source: Path, tmp_path: Path
     for use in (
         lambda: policy.save(tmp_path / "saved"),
         lambda: trained_policy(exported),
-        lambda: export_policy(policy, tmp_path / "again", "cpu"),
+        lambda: export_policy(exported, tmp_path / "again", "cpu"),
         lambda: jaxmodels.load_policy(exported, dtype="bfloat16"),
-        lambda: export_policy(jaxmodels.load_policy(source), exported, "cpu"),
-        lambda: export_policy(jaxmodels.load_policy(source), tmp_path / "again", "tpu"),
+        lambda: export_policy(source, exported, "cpu"),
+        lambda: export_policy(source, tmp_path / "again", "metal"),
     ):
         with pytest.raises(ConfigError, match=r"bundle|platform"):
             use()

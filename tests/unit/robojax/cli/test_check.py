@@ -4,7 +4,8 @@ import jax
 import pytest
 
 import jaxmodels
-from jaxmodels import Requirements, roofline
+from jaxmodels import Requirements
+from jaxmodels.roofline import Accelerator
 from robojax.cli.check import (
     Speed,
     _show_roofline,
@@ -76,15 +77,15 @@ def test_inference_is_timed_after_compilation_and_warmup():
 
 
 @pytest.fixture
-def listed(monkeypatch: pytest.MonkeyPatch) -> roofline.Accelerator:
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """List the peaks of this machine's processor."""
     kind = jax.devices("cpu")[0].device_kind
-    machine = roofline.Accelerator("here", (kind,), {"float32": 1e12, "int8": 4e12}, 1e11, 64e9)
-    monkeypatch.setattr(roofline, "ACCELERATORS", (*roofline.ACCELERATORS, machine))
-    return machine
+    machine = Accelerator("here", (kind,), {"float32": 1e12, "int8": 4e12}, 1e11, 64e9)
+    monkeypatch.setattr(jaxmodels, "ACCELERATORS", (*jaxmodels.ACCELERATORS, machine))
 
 
-def test_listed_accelerator_is_measured(listed: roofline.Accelerator, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("listed")
+def test_listed_accelerator_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     policy = jaxmodels.load_policy("robojax/sim/policy", device="cpu")
     found = compare_roofline(policy, [1, 2], runs=5)
     for batch in found["batches"]:
