@@ -8,7 +8,6 @@ from flax import nnx
 
 from jaxmodels.layers.feed_forward import GatedFeedForward
 from jaxmodels.layers.grouped_attention import (
-    KeyValues,
     attend_grouped,
     compute_rotation,
     count_positions,
@@ -33,7 +32,7 @@ def test_grouped_attention_equals_attention_of_each_head() -> None:
     query, key, value = normal(2, 5, 6, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
     mask = RANDOM.random((2, 5, 7)) < 0.6
     mask[:, 3] = False
-    found = attend_grouped(jnp.asarray(query), KeyValues(jnp.asarray(key), jnp.asarray(value)), jnp.asarray(mask))
+    found = attend_grouped(jnp.asarray(query), jnp.stack((key, value)), jnp.asarray(mask))
     for head in range(6):
         scores = np.einsum("bnk,bmk->bnm", query[:, :, head], key[:, :, head // 3]) / np.sqrt(8)
         powers = np.where(mask, np.exp(scores), 0)
@@ -46,9 +45,9 @@ def test_grouped_attention_equals_attention_of_each_head() -> None:
 def test_zero_padding_of_half_precision_keys_has_no_effect(dtype, keys: int) -> None:
     query, key, value = (jnp.asarray(normal(2, *shape, 8), dtype) for shape in ((5, 6), (7, 2), (7, 2)))
     is_valid = jnp.asarray(RANDOM.random((2, 7)) < 0.8).at[:, 0].set(True)
-    cache = KeyValues(key, value)
+    cache = jnp.stack((key, value))
     padded = pad_keys(cache, behind=3)
-    assert padded.key.shape[1] == keys
+    assert padded.shape[2] == keys
     found = attend_grouped(query, padded, pad_mask(is_valid, padded)[:, None])
     np.testing.assert_array_equal(found, attend_grouped(query, cache, is_valid[:, None]))
 
@@ -72,6 +71,7 @@ def test_masks_follow_from_valid_tokens_and_block_starts() -> None:
     assert count_positions(~is_valid).tolist() == [[-1, 0, 0, 0]]
     wanted = [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     assert mask_blocks(is_valid, starts)[0].astype(int).tolist() == wanted
+    assert mask_after_prefix(is_valid, starts[:2]).astype(int).tolist() == [[[1, 0, 1, 1, 1, 1]]]
     causal = mask_after_prefix(is_valid, np.array([True, True]))
     assert causal[0].astype(int).tolist() == [[1, 0, 1, 1, 1, 0], [1, 0, 1, 1, 1, 1]]
 
