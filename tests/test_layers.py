@@ -44,7 +44,7 @@ LAYERS = {
     "jaxmodels": (
         "errors _lazy < ranges < types cache_dirs < normalization devices hub_process weights < quantization < hub"
         " < hub_download < layers samplers < memory < checkpoints < text < transformer2d vlm data < policies < program"
-        " < observations gates roofline < policy < export training"
+        " < observations gates roofline instructions < policy < export training"
     ),
     "robojax": "client < robot < sim < cli",
 }

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 import jaxmodels
 from jaxmodels.devices import find_dtype
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.instructions import Prompts
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
-from jaxmodels.policy import Prompts
 from jaxmodels.program import Programs
 from tests.testing.models import edit_json
 
