@@ -51,11 +51,11 @@ everywhere = "+".join(f"cpu:{number}" for number in range(8))
 same, copy, spread = policy.on("cpu:0"), policy.on("cpu:1"), policy.on(everywhere)
 assert same._weights is policy._weights, "the weights are in memory once"
 assert (same.device, copy.device, spread.device) == ("cpu:0", "cpu:1", everywhere)
-assert {device.id for weight in copy._weights for device in weight.devices()} == {1}
+assert {device.id for weight in copy._weights.arrays for device in weight.devices()} == {1}
 assert np.array_equal(copy.act(observation), chunk)
 assert np.abs(spread.act(observation) - chunk).max() < 1e-4
-held = sum(part.data.nbytes for weight in spread._weights for part in weight.addressable_shards if part.device.id == 0)
-assert held < 0.2 * sum(weight.nbytes for weight in policy._weights)
+held = sum(part.data.nbytes for weight in spread._weights.arrays for part in weight.addressable_shards if part.device.id == 0)
+assert held < 0.2 * sum(weight.nbytes for weight in policy._weights.arrays)
 assert name_devices(["all"]) == tuple(everywhere.split("+"))
 assert name_devices(["1", "cpu:0"]) == ("cpu:1", "cpu:0")
 assert name_devices(["all"], together=True) == (everywhere,)
@@ -98,7 +98,7 @@ async def robots() -> None:
         robots = [asyncio.create_task(run_robot(robot, served)) for robot in range(8)]
         # Wait until each device has served a robot.
         await until(lambda: all(figures["batches"] for figures in engine.get_stats()["devices"]))
-        for weight in served.replicas[3].policy._weights:
+        for weight in served.replicas[3].policy._weights.arrays:
             weight.delete()
         await until(lambda: engine.get_stats()["devices_failed"])
         before = {robot: len(times) for robot, times in answered.items()}
