@@ -54,7 +54,8 @@ assert (same.device, copy.device, spread.device) == ("cpu:0", "cpu:1", everywher
 assert {device.id for weight in copy._weights.arrays for device in weight.devices()} == {1}
 assert np.array_equal(copy.act(observation), chunk)
 assert np.abs(spread.act(observation) - chunk).max() < 1e-4
-held = sum(part.data.nbytes for weight in spread._weights.arrays for part in weight.addressable_shards if part.device.id == 0)
+parts = [part for weight in spread._weights.arrays for part in weight.addressable_shards]
+held = sum(part.data.nbytes for part in parts if part.device.id == 0)
 assert held < 0.2 * sum(weight.nbytes for weight in policy._weights.arrays)
 assert name_devices(["all"]) == tuple(everywhere.split("+"))
 assert name_devices(["1", "cpu:0"]) == ("cpu:1", "cpu:0")
