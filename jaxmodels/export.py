@@ -1,8 +1,8 @@
 """Export of a policy as a bundle: weights as they are served, StableHLO, and executables for a fast start.
 
 A bundle is a folder that `load_policy` loads on the platform for which it was exported. Its executables are entries of
-JAX's compilation cache, and loading them runs code. Therefore only those of trusted bundles are used: bundles that this
-user exported, and bundles whose digest the operator named. The other files are data.
+JAX's compilation cache, and loading them runs code. Therefore only trusted bundles may use them: bundles that this user
+exported, and bundles whose digest the operator named. The other files are data.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -442,7 +442,7 @@ class Policy:
         """Lower the computation of `act` to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent.
 
         Its arguments are the weights that it serves on that platform in the order of their names, the scales, and an
-        `Observation`. `dtype` and errors are those of `count_work`.
+        `Observation`. For `dtype` and errors see `count_work`.
         """
         target = PLATFORMS.get(platform, platform)
         is_own = target == self._platform and dtype is None
@@ -525,7 +525,9 @@ def _check_bundle(bundle: Manifest, dtype: str | None, placement: Placement) -> 
             f"--for {placement.platform}, or choose another device"
         )
     if dtype not in (None, bundle.dtype):
-        raise ConfigError(f"the bundle has dtype {bundle.dtype}; {dtype} is asked for: export the policy again")
+        raise ConfigError(
+            f"dtype is {dtype}, and the bundle has {bundle.dtype}; leave it out, or export the policy again"
+        )
 
 
 def _check_prompt_cut(prompt_cut: str) -> None:

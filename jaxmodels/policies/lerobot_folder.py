@@ -106,7 +106,7 @@ class Checkpoint:
     """Contents of a policy's folder.
 
     Attributes:
-        weights: arrays by our flat names (jaxmodels/weights.py), float32; of a bundle, those of the serving program.
+        weights: arrays by our flat names (jaxmodels/weights.py), float32; a bundle has the arrays of its program.
         bundle: manifest of a bundle; None for other folders.
     """
 

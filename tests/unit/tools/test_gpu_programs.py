@@ -1,6 +1,6 @@
 """Kernels and copies of weights of compiled policies on an H200, which is not there.
 
-The figures are those of one version of JAX. A change that removes a kernel writes the smaller figure here; a larger
+The figures hold for one version of JAX. A change that removes a kernel writes the smaller figure here; a larger
 figure is a slower program.
 """
 
@@ -29,7 +29,7 @@ def count(folder: Path, *arguments: str) -> dict:
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(output.read_text())
     if found["jax"] != JAX:
-        pytest.skip(f"jax is {found['jax']}; the figures are those of {JAX}")
+        pytest.skip(f"jax is {found['jax']}; the figures hold for {JAX}")
     (policy,) = found["policies"].values()
     return policy["1"]
 
