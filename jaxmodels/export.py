@@ -18,15 +18,13 @@ import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxmodels.cache_dirs import use_compile_cache
-from jaxmodels.checkpoints.bundle import EXECUTABLES, Manifest, hash_files, trust
+from jaxmodels.checkpoints.bundle import EXECUTABLES, EXPORTED, Manifest, hash_files, trust
 from jaxmodels.checkpoints.files import write_json, write_policy_weights, write_safetensors
 from jaxmodels.checkpoints.folder import BUNDLE
 from jaxmodels.devices import PLATFORMS, find_placement
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policy import load_policy
-
-EXPORTED = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclass(frozen=True)

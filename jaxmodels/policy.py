@@ -58,7 +58,8 @@ from jaxmodels.types import (
 )
 from jaxmodels.weights import check_fit
 
-DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # All files but weights.
+# All files but weights and executables.
+DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith(("model", "executables")))
 
 
 def read_requirements(

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -25,9 +26,11 @@ from jaxmodels.ranges import shorten_value
 
 EXECUTABLES = "executables.safetensors"
 FORMAT = 1
+EXPORTED = ("cpu", "cuda", "rocm", "tpu")
 _HASH = re.compile(r"[0-9a-f]{64}")
 # Name of an entry of JAX's compilation cache: the function, and the hash of program, options and device.
 _ENTRY = re.compile(r"[A-Za-z0-9_<>-]{1,200}-[0-9a-f]{64}-cache")
+_TEXT = re.compile(r"[ -~]{1,100}")
 _PIECE = 16 << 20  # Bytes that are hashed at once.
 VARIABLE = "ROBOJAX_TRUSTED_BUNDLES"
 
@@ -40,7 +43,7 @@ class Manifest:
 
     Attributes:
         robojax: version that exported the bundle; another version may prepare weights in another way.
-        platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
+        platform: one of `EXPORTED`.
         dtype: name of the dtype that the policy computes in.
         batch_sizes: batch sizes of the StableHLO programs and of the executables.
         device: kind of device of the executables; None without executables.
@@ -63,8 +66,9 @@ class Manifest:
     def from_json(cls, values: Mapping[str, Any]) -> "Manifest":
         """Check and return the content of the file; raises CheckpointError."""
         if values.get("format") != FORMAT:
-            found = shorten_value(values.get("format"))
-            raise CheckpointError(f"{BUNDLE}: format is {found}; wanted {FORMAT}: export the policy again")
+            raise CheckpointError(
+                f"{BUNDLE}: format is {shorten_value(values.get('format'))}; wanted {FORMAT}: export the policy again"
+            )
         if values.get("robojax") != version("robojax"):
             raise CheckpointError(
                 f"{BUNDLE}: exported by robojax {shorten_value(values.get('robojax'))}; this is {version('robojax')}, "
@@ -72,7 +76,10 @@ class Manifest:
             )
         sizes, files = values.get("batch_sizes"), values.get("files")
         texts = ("platform", "dtype", *(name for name in ("device", "jaxlib") if values.get(name) is not None))
-        wrong = [name for name in texts if not isinstance(values.get(name), str)]
+        found = {name: values.get(name) for name in texts}
+        wrong = [name for name, text in found.items() if not isinstance(text, str) or not _TEXT.fullmatch(text)]
+        if values.get("platform") not in EXPORTED:
+            wrong.append("platform")
         if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
             wrong.append("batch_sizes")
         if not isinstance(files, dict) or not all(_HASH.fullmatch(str(value)) for value in files.values()):
@@ -122,6 +129,19 @@ def hash_files(paths: Sequence[os.PathLike[str]]) -> list[str]:
         return list(threads.map(hash_path, paths))
 
 
+def _copy_executables(folder: PolicyFolder, cache: Path) -> int:
+    entries = find_floats(folder / EXECUTABLES, dtypes={"U8": np.dtype(np.uint8)})
+    if wrong := [name for name in entries if not _ENTRY.fullmatch(name)]:
+        raise CheckpointError(f"{EXECUTABLES}: {wrong[0][:80]!r} is no entry of a compilation cache")
+    for name, stored in entries.items():
+        if not (cache / name).exists():
+            # Other threads and processes may copy the same bundle at this moment.
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".bundle-") as draft:
+                (Path(draft) / name).write_bytes(stored.read().data)
+                os.replace(Path(draft) / name, cache / name)
+    return len(entries)
+
+
 def _hash(file: OpenFile) -> str:
     total = hashlib.sha256()
     for start in range(0, file.size, _PIECE):
@@ -130,10 +150,13 @@ def _hash(file: OpenFile) -> str:
 
 
 def trust(digest: str) -> None:
-    """Keep the digest of a bundle whose executables may be used in this user's cache folder."""
+    """Keep the digest of a bundle whose executables this user may run; log a warning if that is not possible."""
     folder = user_cache() / "robojax" / "bundles"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / digest).touch()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / digest).touch()
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); name the digest in trusted_bundles", folder, error.strerror)
 
 
 def is_trusted(digest: str) -> bool:
@@ -162,14 +185,11 @@ def install_executables(folder: PolicyFolder, manifest: Manifest, kind: str, cac
     elif cache is None:
         reason = "the compile cache is off"
     else:
-        entries = find_floats(folder / EXECUTABLES, dtypes={"U8": np.dtype(np.uint8)})
-        for name, stored in entries.items():
-            if not _ENTRY.fullmatch(name):
-                raise CheckpointError(f"{EXECUTABLES}: {name[:80]!r} is no entry of a compilation cache")
-            if not (cache / name).exists():
-                draft = cache / f".{name}-{os.getpid()}"
-                draft.write_bytes(stored.read().tobytes())
-                draft.replace(cache / name)
-        logger.info("bundle %s: uses %d executables", folder.name, len(entries))
-        return
+        try:
+            count = _copy_executables(folder, cache)
+        except OSError as error:
+            reason = f"the compile cache cannot be written ({error.strerror})"
+        else:
+            logger.info("bundle %s: uses %d executables", folder.name, count)
+            return
     logger.info("bundle %s: its programs are compiled, because %s", folder.name, reason)

@@ -196,7 +196,10 @@ def check(
         status.update(f"{stage} {policy} ...")
 
     batches = _read_batches(batch, is_used=roofline)
-    is_small = dtype in SMALL_DTYPES and not roofline
+    is_small = dtype in SMALL_DTYPES
+    if roofline and dtype not in (None, "float32", "bfloat16"):
+        why = "it has a column for 8 bits, and reads no gate"
+        fail(Code.USAGE, f"--roofline takes no --dtype {dtype}", why, "leave --dtype out, or give float32 or bfloat16")
     options: dict[str, Any] = {"dtype": None if is_small else dtype, "device": device, "on_progress": show_stage}
     gates: Gates | None = None
     try:

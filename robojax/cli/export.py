@@ -19,6 +19,9 @@ def export(
     batch: Annotated[str, typer.Option(help="Batch sizes to compile, as 1,4,16")] = "1",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo")] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    action_error_percent: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="Largest error of a quantized policy's actions, in % of a range")
+    ] = 0.5,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
 ) -> None:
@@ -45,6 +48,7 @@ def export(
                 target,
                 batch_sizes=sizes,
                 lerobot=lerobot_version,
+                action_error=action_error_percent / 100,
                 on_progress=lambda step: status.update(f"{step} ..."),
                 **options,
             )

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,9 @@ def test_executables_of_untrusted_or_other_devices_are_not_used(
         (lambda folder: edit_json(folder / "bundle.json", robojax="0.0.9"), "exported by robojax '0.0.9'; this is"),
         (lambda folder: edit_json(folder / "bundle.json", files=["x"], more=1), "files, more cannot be read"),
         (lambda folder: edit_json(folder / "bundle.json", dtype=None), "dtype cannot be read"),
+        (lambda folder: edit_json(folder / "bundle.json", dtype=[7]), "dtype cannot be read"),
+        (lambda folder: edit_json(folder / "bundle.json", device="a\nb"), "device cannot be read"),
+        (lambda folder: edit_json(folder / "bundle.json", platform="x" * 999), "platform cannot be read"),
         (lambda folder: drop_weight(folder), "weights of the bundle: weights do not fit the config"),
     ],
 )  # fmt: skip
@@ -139,6 +143,30 @@ def test_changed_bundle_is_refused(exported: Path, damage: Any, words: str) -> N
         jaxmodels.load_policy(exported)
 
 
+def test_compile_cache_that_cannot_be_written_costs_only_time(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*names: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    caplog.set_level(logging.INFO, bundles.__name__)
+    monkeypatch.setattr(bundles.os, "replace", refuse)
+    policy = jaxmodels.load_policy(exported)
+    assert "compiled, because the compile cache cannot be written (No space left on device)" in caplog.text
+    assert list((tmp_path / "compiled").iterdir()) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(exported / "config.json"))  # A file, in which there can be no folder.
+    bundles.trust("0" * 64)
+    assert "cannot be written (Not a directory); name the digest in trusted_bundles" in caplog.text
+    assert policy.dtype == "float32"
+
+
+def test_bundle_is_loaded_by_several_threads_at_once(exported: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        policies = list(threads.map(jaxmodels.load_policy, [exported] * 8))
+    assert {policy.platform for policy in policies} == {"cpu"}
+    assert list_executables(tmp_path) == {path.name for path in (tmp_path / "compiled").iterdir()}
+
+
 def flip_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -146,7 +174,7 @@ def flip_byte(path: Path) -> None:
 
 
 def drop_weight(folder: Path) -> None:
-    """Remove a weight and correct the manifest, as somebody who makes a bundle by hand can."""
+    """Remove a weight and correct the manifest, as a bundle that is made by hand may have it."""
     weights = load_file(folder / "model.safetensors")
     weights.pop("action_out.bias")
     write_policy_weights(folder, weights)
