@@ -86,11 +86,12 @@ def export_policy(
         on_progress("writing weights")
         lerobot_folder.write_description(draft, policy.checkpoint)
         write_policy_weights(draft, policy.get_serving_weights())
+        variants = {"": False, "_plan": True} if policy.requirements.takes_prefix else {"": False}
         for batch in batch_sizes:
             on_progress(f"lowering batch {batch} to StableHLO")
-            (draft / "stablehlo" / f"batch_{batch}.mlirbc").write_bytes(
-                policy.export(platform, batch).mlir_module_serialized
-            )
+            for name, with_plan in variants.items():
+                lowered = policy.export(platform, batch, with_plan=with_plan).mlir_module_serialized
+                (draft / "stablehlo" / f"batch_{batch}{name}.mlirbc").write_bytes(lowered)
         placement = find_placement(policy.device)
         is_here = placement.platform == policy.platform
         if is_here:

@@ -126,7 +126,8 @@ class Prompts:
             cuts: `PROMPT_CUTS` value of each member; None for the policy's own.
 
         Returns:
-            tokens (b, n) and their mask.
+            tokens (b, n) and their mask, with the smallest n of `PolicyConfig.short_prompts` that suffices, or the
+            policy's own.
 
         Raises:
             ObservationError: not even the beginning of an instruction fits.
@@ -138,7 +139,10 @@ class Prompts:
             states = list(np.asarray(self._state.normalize(own), np.float32))
         members = zip(texts, states, cuts or [None] * len(texts), strict=True)
         rows = [self._tokenize(text, part, cut or self._prompt_cut, is_logged=True) for text, part, cut in members]
-        return Language(np.stack([ids for ids, _, _ in rows]), np.stack([mask for _, mask, _ in rows]))
+        ids, masks = (np.stack(parts) for parts in list(zip(*rows, strict=True))[:2])
+        needed = int(np.flatnonzero(masks.any(axis=0))[-1]) + 1
+        length = next((length for length in self._config.short_prompts if length >= needed), masks.shape[1])
+        return Language(ids[:, :length], masks[:, :length])
 
     def count_cut(self, text: str, width: int | None, cut: str | None = None) -> int:
         """Count the tokens of an instruction that do not fit with a state of `width` zeros; raises ObservationError."""

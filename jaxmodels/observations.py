@@ -32,12 +32,11 @@ from jaxmodels.types import (
 NAMES = (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH)
 
 
-def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, action: int) -> Prefix:
-    """Return an observation's plan prefix, of length 0 without one; raises ObservationError for wrong parts."""
+def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, action: int) -> Prefix | None:
+    """Return an observation's plan prefix, None if no member has one; raises ObservationError for wrong parts."""
     present = [name for name in NAMES if name in observation]
     if not present:
-        none = np.zeros(batch, np.int32)
-        return Prefix(np.zeros((batch, chunk, action), np.float32), none, none)
+        return None
     if missing := [name for name in NAMES if name not in present]:
         raise ObservationError(
             f"{', '.join(missing)} missing, but {', '.join(present)} given; a plan is all three, or none"
@@ -61,7 +60,7 @@ def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, a
     if not np.isfinite(actions).all():
         where = np.argwhere(~np.isfinite(actions))[0].tolist()
         raise ObservationError(f"{PREFIX_ACTIONS} holds {actions[tuple(where)]} at {where}; wanted finite numbers")
-    return Prefix(actions, delay, length)
+    return Prefix(actions, delay, length) if length.any() else None
 
 
 def _counts(name: str, value: np.ndarray, batch: int, maximum: int) -> np.ndarray:
@@ -92,8 +91,9 @@ class Reader:
         )
         text, length = config.text_encoder, config.prompt_length
         self._language: tuple[int, ...] | None = None if text is None else (text.length, text.width)
+        self._short_prompts: tuple[int, ...] = ()
         if length is not None:
-            self._language = (length,)
+            self._language, self._short_prompts = (length,), config.short_prompts
         self._allows_absent: bool = config.allows_absent_cameras
         self._steps: int = config.observation_steps
         self._noise: tuple[int, int] | None = config.noise
@@ -141,6 +141,8 @@ class Reader:
         prefix = None
         if self._prefix is not None:
             prefix = read_prefix(observation, batch, *self._prefix)
+            if prefix is not None:
+                inputs = replace(inputs, prefix=self._prefix)
         elif present := [name for name in NAMES if name in observation]:
             raise ObservationError(
                 f"{', '.join(present)} in the observation of a policy that continues no plan; leave it out "
@@ -205,7 +207,14 @@ class Reader:
         of_steps = None if step_noise is None else _numbers("step_noise", step_noise, (self._noise_steps, *expected))
         return _numbers("noise", noise, expected), of_steps
 
-    def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> Inputs:
+    def list_variants(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> list[Inputs]:
+        """Return the shapes of all observations with frames of these sizes, the most usual first."""
+        inputs = self.inputs(batch, cameras)
+        languages = [self._language, *((length,) for length in self._short_prompts)]
+        prefixes = (None,) if self._prefix is None else (None, self._prefix)
+        return [replace(inputs, language=language, prefix=prefix) for language in languages for prefix in prefixes]
+
+    def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None, *, with_plan: bool = False) -> Inputs:
         """Return shapes of an observation with frames of these sizes; raises ObservationError for wrong cameras."""
         names = [camera_name(self._outside(camera.name)) for camera in self._cameras]
         empty = {camera_name(camera.name) for camera in self._cameras if is_empty_camera(camera.name)}
@@ -226,7 +235,7 @@ class Reader:
             raise ObservationError(
                 f"frames of {', '.join(wrong)} are {sizes}; wanted sides of {FRAME_SIDE.maximum:g} pixels at most"
             )
-        return self._inputs(batch, frames)
+        return replace(self._inputs(batch, frames), prefix=self._prefix if with_plan else None)
 
     def _inputs(self, batch: int, frames: tuple[tuple[int, int] | None, ...]) -> Inputs:
         return Inputs(
@@ -234,7 +243,6 @@ class Reader:
             frames=frames,
             state=None if self._state is None else self._state.shape[0],
             environment_state=None if self._environment_state is None else self._environment_state.shape[0],
-            prefix=self._prefix,
             language=self._language,
             steps=self._steps,
         )

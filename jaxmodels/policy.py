@@ -231,7 +231,7 @@ class Policy:
             return np.float32 if name.startswith(CONSTANTS) else kept.get(name, self._dtype)
 
         return Programs(
-            stages={stage.name: partial(stage.run, plan) for stage in kind.stages},
+            stages=[replace(stage, run=partial(stage.run, plan)) for stage in kind.stages],
             weights={name: jax.ShapeDtypeStruct(np.shape(serving[name]), dtype(name)) for name in sorted(serving)},
             scales=scales,
             sizes=(None,) * len(config.frames) if config.resizes_frames else config.frames,
@@ -313,7 +313,8 @@ class Policy:
             arrays = arrays._replace(language=self._instructions(read_texts(observation, inputs.batch)))
         if self._prompts is not None:
             texts, cuts = read_texts(observation, inputs.batch), read_prompt_cuts(observation, inputs.batch)
-            arrays = arrays._replace(language=self._prompts(texts, arrays.state, cuts))
+            language = self._prompts(texts, arrays.state, cuts)
+            arrays, inputs = arrays._replace(language=language), replace(inputs, language=language.tokens.shape[1:])
         program = self._program(inputs)
         actions, self._timings = self._run(program, arrays)
         return actions
@@ -349,12 +350,11 @@ class Policy:
 
     def _program(self, inputs: Inputs) -> Program:
         """Return the executable for these shapes; raises ObservationError if there is too little memory for it."""
+        return self._programs.get_program(inputs, partial(self._check_memory, inputs))
 
-        def check(demand: Demand) -> None:
-            frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
-            check_running(demand, self._placement, f"a batch of {inputs.batch} with frames of {frames}")
-
-        return self._programs.get_program(inputs, check)
+    def _check_memory(self, inputs: Inputs, demand: Demand) -> None:
+        frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
+        check_running(demand, self._placement, f"a batch of {inputs.batch} with frames of {frames}")
 
     def _run(self, program: Program, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
@@ -382,17 +382,21 @@ class Policy:
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Compile for frames of these sizes (the policy's own by default) and run once on zeros.
 
+        It compiles all programs that `act` may need: also for a plan to continue, and for short instructions.
+
         Args:
             cameras: camera name to (height, width) in pixels.
 
         Raises:
             ObservationError: a camera is unknown or missing.
         """
-        inputs = self._reader.inputs(batch, cameras)
-        if inputs.language is not None and self._instructions is not None:
-            length = inputs.language[0]
+        variants = self._reader.list_variants(batch, cameras)
+        if self._instructions is not None and variants[0].language is not None:
+            length = variants[0].language[0]
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
-        self._run(self._program(inputs), self._make_zeros(inputs))
+        self._programs.compile(variants, partial(self._check_memory, variants[0]))
+        for inputs in variants:
+            self._run(self._program(inputs), self._make_zeros(inputs))
 
     def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """Measure the seconds of one `act` on a batch of zeros; compiles first when needed."""
@@ -419,9 +423,8 @@ class Policy:
         if program.prepare is not None:
             prepared, seconds = measure(partial(program.prepare, weights.scales, zeros))
             times = [StageTime("frames", seconds, 1)]
-        for stage in self._kind.stages:
-            run = partial(program.stages[stage.name], weights.arrays, weights.scales, prepared, given)
-            given, seconds = measure(run)
+        for stage, part in zip(self._kind.stages, program.stages, strict=True):
+            given, seconds = measure(partial(part, weights, prepared, given))
             count = stage.count(self.checkpoint.config)
             times.append(StageTime(stage.name, seconds / count, count))
         return tuple(times)
@@ -436,19 +439,20 @@ class Policy:
             ConfigError: the dtype is unknown.
             ObservationError: the batch is out of range.
         """
-        inputs = replace(self._reader.inputs(batch, None), prefix=None)  # A chunk that continues no plan.
-        return count_work(self._describe_programs("gpu", dtype), inputs)
+        return count_work(self._describe_programs("gpu", dtype), self._reader.inputs(batch, None))
 
-    def export(self, platform: str, batch: int = 1, dtype: str | None = None) -> jax.export.Exported:
+    def export(
+        self, platform: str, batch: int = 1, dtype: str | None = None, *, with_plan: bool = False
+    ) -> jax.export.Exported:
         """Lower the computation of `act` to StableHLO for ``cpu``, ``cuda`` or ``tpu``, which may be absent.
 
         Its arguments are the weights that it serves on that platform in the order of their names, the scales, and an
-        `Observation`. For `dtype` and errors see `count_work`.
+        `Observation`, which has a plan to continue only if `with_plan`. For `dtype` and errors see `count_work`.
         """
         target = PLATFORMS.get(platform, platform)
         is_own = target == self._platform and dtype is None
         programs = self._programs if is_own else self._describe_programs(target, dtype)
-        return programs.export(self._reader.inputs(batch, None), platform)
+        return programs.export(self._reader.inputs(batch, None, with_plan=with_plan), platform)
 
     def _describe_programs(self, platform: str, dtype: str | None) -> Programs:
         """Return programs over the weights of another platform, for tracing."""
@@ -476,7 +480,7 @@ class Policy:
         return self.checkpoint.config.lerobot
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
-        return self._programs.has(self._reader.inputs(batch, cameras))
+        return all(map(self._programs.has, self._reader.list_variants(batch, cameras)))
 
     def fits(self, checkpoint: Checkpoint) -> bool:
         """Return whether another checkpoint can run in the compiled programs of this policy."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,12 +25,11 @@ from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import Placement, use_exact_products
 from jaxmodels.memory import Demand, measure_program
 from jaxmodels.normalization import Affine, Normalization
+from jaxmodels.policies import ActStage
 from jaxmodels.quantization import join_scales
 from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
-# (serving weights by name, normalised observation, result of the stage before or None) to a result.
-RunStage: TypeAlias = Callable[[Mapping[str, Array], "Observation", Any], Any]
 for _kind in (Observation, Prefix, Language):
     jax.export.register_namedtuple_serialization(_kind, serialized_name=f"jaxmodels.{_kind.__name__}")
 # A spread or range that is smaller, relative to the number's size, is rounding in float32.
@@ -195,6 +195,37 @@ class Prepared(NamedTuple):
     origin: Float[Array, "b 1 a"] | None
 
 
+@dataclass(eq=False)
+class Part:
+    """One of the executables of a program, which other programs may share.
+
+    Attributes:
+        stage: whose computation it is; None for the preparation of an observation.
+        traced: None once it is compiled.
+        result: shapes of its result.
+        key: identifies all that it depends on.
+    """
+
+    stage: ActStage | None
+    traced: jax.stages.Traced | None
+    result: Any
+    demand: Demand
+    key: Any
+    compiled: jax.stages.Compiled | None = None
+
+    @property
+    def name(self) -> str:
+        return "frames" if self.stage is None else self.stage.name
+
+    def __call__(self, weights: Weights, prepared: Any, given: Any) -> Any:
+        """Run the stage on `Prepared`, or on the raw observation if it prepares it itself, and the result before."""
+        assert self.stage is not None
+        assert self.compiled is not None
+        if isinstance(prepared, Prepared):
+            prepared = prepared._replace(observation=self.stage.select(prepared.observation))
+        return self.compiled(weights.arrays, weights.scales, prepared, given)
+
+
 @dataclass(frozen=True)
 class Program:
     """Executables from an observation to a chunk, in order.
@@ -202,18 +233,17 @@ class Program:
     Attributes:
         prepare: (scales, raw observation) to `Prepared`; it is small, and all that depends on the sizes of the frames.
             None if the only stage reads the raw observation.
-        stages: by name, (arrays and scales of the weights, `Prepared`, result of the stage before or None) to a
-            result. The last result is the chunk (b, t, a), float32, not normalised.
+        stages: the last result is the chunk (b, t, a), float32, not normalised.
     """
 
     prepare: jax.stages.Compiled | None
-    stages: Mapping[str, jax.stages.Compiled]
+    stages: Sequence[Part]
 
     def __call__(self, weights: Weights, observation: Observation) -> Any:
         prepared: Any = observation if self.prepare is None else self.prepare(weights.scales, observation)
         given = None
-        for stage in self.stages.values():
-            given = stage(weights.arrays, weights.scales, prepared, given)
+        for stage in self.stages:
+            given = stage(weights, prepared, given)
         return given
 
 
@@ -222,7 +252,7 @@ class Programs:
     """Executables of one architecture on one placement, compiled on first use.
 
     Attributes:
-        stages: by name, in order; the last one returns a normalised chunk.
+        stages: in order, without the argument of the config; the last one returns a normalised chunk.
         weights: shapes of the serving weights by name, in the order of the flat tuple.
         scales: any tree of the structure of the policy's `Scales`.
         sizes: (height, width) per camera; None for a policy that resizes frames itself.
@@ -232,7 +262,7 @@ class Programs:
         joint_map: see `PolicyConfig`.
     """
 
-    stages: Mapping[str, RunStage]
+    stages: Sequence[ActStage]
     weights: Mapping[str, jax.ShapeDtypeStruct]
     scales: Scales
     sizes: tuple[Size | None, ...]
@@ -246,8 +276,7 @@ class Programs:
     def __post_init__(self) -> None:
         self._reading: dict[int, jax.stages.Compiled] = {}
         self._compiled: dict[Inputs, Program] = {}
-        # Programs that differ in the sizes of the frames alone share their stages.
-        self._stages: dict[Any, Mapping[str, jax.stages.Compiled]] = {}
+        self._parts: dict[Any, Part] = {}  # By key, compiled or only traced.
         self._demands: dict[Inputs, Demand] = {}
         self._lock = threading.Lock()
 
@@ -263,46 +292,47 @@ class Programs:
         return inputs in self._compiled
 
     def get_program(self, inputs: Inputs, check: Callable[[Demand], None] | None = None) -> Program:
-        """Return the executables for these shapes.
+        """Return the executables for these shapes, which are compiled if they are new, as by `compile`."""
+        if inputs not in self._compiled:  # This needs no lock, which another compilation may hold for seconds.
+            self.compile([inputs], check)
+        return self._compiled[inputs]
 
-        `check` receives a new program's memory and operations before it is compiled, and may raise an error.
+    def compile(self, wanted: Iterable[Inputs], check: Callable[[Demand], None] | None = None) -> None:
+        """Compile all executables that programs for these shapes lack, in parallel.
+
+        `check` receives a new program's memory and operations before anything is compiled, and may raise an error.
         """
-        program = self._compiled.get(inputs)
-        if program is not None:
-            return program  # This needs no lock, which another compilation may hold for seconds.
         with self._lock:  # Two threads that need the same program wait for one compilation.
-            if inputs not in self._compiled:
-                prepare = None if self._prepares_in_stage else self._trace_preparation(inputs)
-                shapes = inputs.shapes(self.placement.replicated) if prepare is None else prepare.out_info
-                key = _identify(shapes)
-                stages = {} if key in self._stages else self._trace_stages(shapes)
-                traced = [one for one in (prepare, *stages.values()) if one is not None]
-                demand = self._measure(traced)
+            programs: dict[Inputs, list[Part]] = {}
+            known = dict(self._parts)
+            for inputs in wanted:
+                if inputs in self._compiled:
+                    continue
+                programs[inputs] = parts = self._trace(inputs, known, is_prepared=not self._prepares_in_stage)
+                known |= {part.key: part for part in parts}
+                self._demands[inputs] = _add_demands(parts)
                 if check is not None:
-                    check(demand)
-                compiled = self._compile(traced)
-                first = None if prepare is None else compiled.pop(0)
-                if stages:
-                    self._demands[inputs] = demand
-                    self._stages[key] = dict(zip(stages, compiled, strict=True))
-                self._compiled[inputs] = Program(first, self._stages[key])
-            return self._compiled[inputs]
+                    check(self._demands[inputs])
+            new = {part.key: part for parts in programs.values() for part in parts if part.compiled is None}
+            for part, compiled in zip(new.values(), self._compile([*new.values()]), strict=True):
+                part.compiled, part.traced = compiled, None
+            self._parts |= new
+            for inputs, parts in programs.items():
+                prepare = parts.pop(0).compiled if parts[0].stage is None else None
+                self._compiled[inputs] = Program(prepare, parts)
 
     def measure(self, inputs: Inputs) -> Demand:
         """Return memory and operations of the program for these shapes, which is traced if it is not compiled."""
         with self._lock:
             if inputs not in self._demands:
-                self._demands[inputs] = self._measure(self.trace(inputs).values())
+                parts = self._trace(inputs, self._parts)
+                self._parts |= {part.key: part for part in parts}  # They need not be traced again to compile them.
+                self._demands[inputs] = _add_demands(parts)
             return self._demands[inputs]
 
     def trace(self, inputs: Inputs) -> dict[str, jax.stages.Traced]:
         """Trace the preparation of an observation, ``frames``, and the stages, by name."""
-        prepare = self._trace_preparation(inputs)
-        return {"frames": prepare, **self._trace_stages(prepare.out_info)}
-
-    def _measure(self, traced: Iterable[jax.stages.Traced]) -> Demand:
-        parts = [measure_program(one.jaxpr, self.placement.platform) for one in traced]
-        return Demand(max(part.activations for part in parts), sum(part.operations for part in parts))
+        return {part.name: part.traced for part in self._trace(inputs, {}) if part.traced is not None}
 
     @property
     def _prepares_in_stage(self) -> bool:
@@ -318,8 +348,8 @@ class Programs:
         def run(arrays: tuple[Array, ...], scales: Scales, observation: Observation) -> Array:
             prepared = self._prepare(scales, observation)
             given: Any = None
-            for stage in self.stages.values():
-                given = stage(self._name(arrays), prepared.observation, given)
+            for stage in self.stages:
+                given = stage.run(self._name(arrays), prepared.observation, given)
             return self._finish(scales, prepared, given)
 
         shapes = self._weight_shapes(), self._shapes(self.scales), inputs.shapes(self.placement.replicated)
@@ -361,31 +391,37 @@ class Programs:
             actions = actions + prepared.origin
         return actions if self.joint_map is None else self.joint_map.write_actions(actions)
 
-    def _trace_preparation(self, inputs: Inputs) -> jax.stages.Traced:
-        return self._trace_function(self._prepare, self._shapes(self.scales), inputs.shapes(self.placement.replicated))
+    def _trace(self, inputs: Inputs, known: Mapping[Any, Part], *, is_prepared: bool = True) -> list[Part]:
+        """Return the parts of the program for these shapes; what is not `known` by its key is traced.
 
-    def _trace_stages(self, prepared: Any) -> dict[str, jax.stages.Traced]:
-        """Trace the stages for the shapes of `Prepared`, or of the raw observation that the only stage prepares."""
-        scales, prepared, given = self._shapes(self.scales), self._shapes(prepared), None
-        traced: dict[str, jax.stages.Traced] = {}
-        for name, stage in self.stages.items():
-            is_last = len(traced) + 1 == len(self.stages)
+        Unless `is_prepared`, the only stage prepares the observation itself.
+        """
+        scales = self._shapes(self.scales)
+        prepared: Any = inputs.shapes(self.placement.replicated)
+        parts: list[Part] = []
 
-            def run(
-                arrays: tuple[Array, ...],
-                scales: Scales,
-                prepared: Any,
-                given: Any,
-                stage: RunStage = stage,
-                is_last: bool = is_last,
-            ) -> Any:
-                prepared = self._prepare(scales, prepared) if isinstance(prepared, Observation) else prepared
-                result = stage(self._name(arrays), prepared.observation, given)
-                return self._finish(scales, prepared, result) if is_last else result
+        def add(stage: ActStage | None, run: Callable[..., Any], *shapes: Any) -> Any:
+            key = (stage and stage.name, _identify(shapes))
+            if key in known:
+                parts.append(known[key])
+            else:
+                traced = self._trace_function(run, *((self._weight_shapes(),) if stage else ()), scales, *shapes)
+                demand = measure_program(traced.jaxpr, self.placement.platform)
+                parts.append(Part(stage, traced, self._shapes(traced.out_info), demand, key))
+            return parts[-1].result
 
-            traced[name] = self._trace_function(run, self._weight_shapes(), scales, prepared, given)
-            given = self._shapes(traced[name].out_info)
-        return traced
+        if is_prepared:
+            prepared = add(None, self._prepare, prepared)
+        given = None
+        for stage in self.stages:
+            read = prepared._replace(observation=stage.select(prepared.observation)) if is_prepared else prepared
+            given = add(stage, partial(self._run_stage, stage), read, given)
+        return parts
+
+    def _run_stage(self, stage: ActStage, arrays: tuple[Array, ...], scales: Scales, prepared: Any, given: Any) -> Any:
+        prepared = self._prepare(scales, prepared) if isinstance(prepared, Observation) else prepared
+        result = stage.run(self._name(arrays), prepared.observation, given)
+        return self._finish(scales, prepared, result) if stage is self.stages[-1] else result
 
     def _weight_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         weights = self.weights.values()
@@ -406,17 +442,26 @@ class Programs:
             return Language(tokens.astype(jnp.float32), is_token)
 
         ids, mask = (self._shapes(jax.ShapeDtypeStruct((1, length), kind)) for kind in (jnp.int32, jnp.bool_))
-        return self._compile([self._trace_function(run, self._weight_shapes(), ids, mask)])[0]
+        use_compile_cache()
+        with use_exact_products(self.dtype):
+            return self._trace_function(run, self._weight_shapes(), ids, mask).lower().compile()
 
-    def _compile(self, traced: Sequence[jax.stages.Traced]) -> list[jax.stages.Compiled]:
+    def _compile(self, parts: Sequence[Part]) -> list[jax.stages.Compiled]:
         """Compile in parallel: XLA holds no lock of the interpreter while it compiles."""
         use_compile_cache()
-        with use_exact_products(self.dtype), ThreadPoolExecutor(len(traced)) as threads:
+        traced = [part.traced for part in parts if part.traced is not None]
+        with use_exact_products(self.dtype), ThreadPoolExecutor(max(len(traced), 1)) as threads:
             return [compiling.result() for compiling in [threads.submit(one.lower().compile) for one in traced]]
 
     def _trace_function(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:
         with use_exact_products(self.dtype):
             return jax.jit(run, out_shardings=self.placement.replicated).trace(*shapes)
+
+
+def _add_demands(parts: Iterable[Part]) -> Demand:
+    """Return the memory of the largest part, and the operations of all parts."""
+    demands = [part.demand for part in parts]
+    return Demand(max(each.activations for each in demands), sum(each.operations for each in demands))
 
 
 def _identify(shapes: Any) -> Any:

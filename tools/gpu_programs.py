@@ -45,8 +45,8 @@ COPY = 1_000_000  # Bytes from which an operation on weights alone counts as a c
 
 
 @dataclass(frozen=True)
-class Part:
-    """A compiled program: the preparation of frames, or a stage of a policy."""
+class PartCounts:
+    """Counts of a compiled program: the preparation of frames, or a stage of a policy."""
 
     name: str
     regions: Mapping[str, Launches]
@@ -95,36 +95,38 @@ def build_checkpoint(policy: str, architecture: Mapping[str, Any]) -> Any:
         return vla_gpu.build_checkpoint(case, Path(folder), is_small=False, draw=draw, architecture=architecture)
 
 
-def compile_parts(checkpoint: Any, batch: int, device: Any) -> list[Part]:
+def compile_parts(checkpoint: Any, batch: int, device: Any) -> list[PartCounts]:
     """Compile the programs of a policy for a batch of its own frames in bfloat16."""
     import jax
     import jax.numpy as jnp
 
+    from jaxmodels import program
     from jaxmodels.devices import Placement
     from jaxmodels.observations import Reader
     from jaxmodels.policies import CONSTANTS, get_policy_type
     from jaxmodels.policies.lerobot_processors import get_relative_actions
-    from jaxmodels.program import Programs, build_scales
 
-    parts: list[Part] = []
+    counted: list[PartCounts] = []
 
-    class CountedPrograms(Programs):
+    class CountedPrograms(program.Programs):
         """Programs that are counted when they are compiled."""
 
-        def _compile(self, traced: Sequence[jax.stages.Traced]) -> list[jax.stages.Compiled]:
+        def _compile(self, parts: Sequence[program.Part]) -> list[jax.stages.Compiled]:
             compiled: list[jax.stages.Compiled] = []
-            for name, program in zip(("frames", *self.stages), traced, strict=True):
+            for part in parts:
+                assert part.traced is not None, "only traced parts are compiled"
                 with tempfile.TemporaryDirectory() as folder:
                     start = time.perf_counter()
-                    compiled.append(program.lower().compile(compiler_options={"xla_dump_to": folder}))
+                    compiled.append(part.traced.lower().compile(compiler_options={"xla_dump_to": folder}))
                     seconds = time.perf_counter() - start
                     launches = count_launches(_read_thunks(Path(folder)))
                 text, memory = compiled[-1].as_text(), compiled[-1].memory_analysis()
                 assert text is not None, "XLA gives a program that it just compiled as text"
                 assert memory is not None, "XLA counts the memory of a program that it just compiled"
-                found = [] if name == "frames" else find_weight_work(text)  # The first program reads no weights.
+                found = [] if part.stage is None else find_weight_work(text)  # The first program reads no weights.
                 work = [_name_weights(each, [*self.weights]) for each in found]
-                parts.append(Part(name, launches, work, memory.temp_size_in_bytes, seconds))
+                name = f"{part.name}{variant}"
+                counted.append(PartCounts(name, launches, work, memory.temp_size_in_bytes, seconds))
             return compiled
 
     config, placement, dtype = checkpoint.config, Placement((device,)), jnp.bfloat16
@@ -134,12 +136,12 @@ def compile_parts(checkpoint: Any, batch: int, device: Any) -> list[Part]:
         prepare, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in checkpoint.weights.items()}
     )
     programs = CountedPrograms(
-        stages={stage.name: partial(stage.run, plan) for stage in kind.stages},
+        stages=[replace(stage, run=partial(stage.run, plan)) for stage in kind.stages],
         weights={
             name: jax.ShapeDtypeStruct(shape.shape, np.float32 if name.startswith(CONSTANTS) else dtype)
             for name, shape in sorted(serving.items())
         },
-        scales=build_scales(config, checkpoint.normalization),
+        scales=program.build_scales(config, checkpoint.normalization),
         sizes=tuple([None] * len(config.frames) if config.resizes_frames else config.frames),
         dtype=dtype,
         placement=placement,
@@ -147,8 +149,14 @@ def compile_parts(checkpoint: Any, batch: int, device: Any) -> list[Part]:
         relative=get_relative_actions(checkpoint.normalization, config.action.shape[0]),
         joint_map=config.joint_map,
     )
-    programs.get_program(Reader(checkpoint).inputs(batch, None))
-    return parts
+    variants, variant = Reader(checkpoint).list_variants(batch, None), ""
+    for inputs in variants:  # Each compiles only what it does not share with those before.
+        if inputs.language != variants[0].language and inputs.language is not None:
+            variant = f" {inputs.language[0]}"
+        if inputs.prefix is not None:
+            variant += " plan"
+        programs.get_program(inputs)
+    return counted
 
 
 def _read_thunks(folder: Path) -> str:
@@ -167,12 +175,12 @@ def _name_weights(work: WeightWork, names: Sequence[str]) -> WeightWork:
     return replace(work, weights=tuple(names[int(at[1])] if at else weight for weight, at in found))
 
 
-ROW = "{:10} {:>5} {:8} {:28} {:>7} {:>6} {:>7} {:>6} {:>7} {:>11} {:>7} {:>6} {:>7} {:>7}"
+ROW = "{:10} {:>5} {:14} {:28} {:>7} {:>6} {:>7} {:>6} {:>7} {:>11} {:>7} {:>6} {:>7} {:>7}"
 HEADINGS = ("policy", "batch", "part", "region", "kernels", "copies", "buffers", "nodes", "outside")
 HEADINGS += ("weight only", "MB", "copies", "temp MB", "seconds")
 
 
-def format_rows(policy: str, batch: int, part: Part) -> Iterator[str]:
+def format_rows(policy: str, batch: int, part: PartCounts) -> Iterator[str]:
     """Format a row for each region of a part."""
     for region, found in part.regions.items():
         work = [each for each in part.weight_work if each.region == region]
@@ -183,7 +191,7 @@ def format_rows(policy: str, batch: int, part: Part) -> Iterator[str]:
         yield ROW.format(policy, batch, part.name, region, *counts, len(work), written, copies, *whole)
 
 
-def to_json(part: Part) -> dict[str, Any]:
+def to_json(part: PartCounts) -> dict[str, Any]:
     """Return a part's figures, with all of its copies of weights."""
     regions = {
         region: asdict(found)

@@ -79,15 +79,16 @@ def append(cache: KeyValues, own: KeyValues) -> KeyValues:
 ALIGNED = 64
 
 
-def pad_keys(cache: KeyValues, behind: int = 0) -> KeyValues:
-    """Append zeros to keys and values, unless float32, so that with `behind` tokens they are a multiple of `ALIGNED`.
+def pad_keys(cache: KeyValues, behind: int = 0, length: int = 0) -> KeyValues:
+    """Append zeros to keys and values up to a `length`, if they are shorter; `pad_mask` pads the mask.
 
-    Otherwise XLA copies them at every use. `pad_mask` pads the mask.
+    Unless float32, they then are a multiple of `ALIGNED` together with `behind` tokens that will follow. Otherwise XLA
+    copies them at every use.
     """
-    count = -(cache.shape[2] + behind) % ALIGNED
-    if cache.dtype == jnp.float32 or count == 0:
-        return cache
-    return jnp.pad(cache, ((0, 0), (0, 0), (0, count), (0, 0), (0, 0)))
+    length = max(length, cache.shape[2])
+    if cache.dtype != jnp.float32:
+        length += -(length + behind) % ALIGNED
+    return jnp.pad(cache, ((0, 0), (0, 0), (0, length - cache.shape[2]), (0, 0), (0, 0)))
 
 
 def pad_mask(is_valid: Bool[Array, "b m"], cache: KeyValues) -> Bool[Array, "b m2"]:

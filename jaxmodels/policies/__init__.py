@@ -87,12 +87,20 @@ class ActStage:
     Attributes:
         run: (`PolicyConfig.architecture`, serving weights, normalised observation, result of the previous stage or
             None) to a result.
+        reads: fields of the observation that it reads. Observations that differ in other fields share its program.
         count: config to the number of equal steps in it, for a sampler.
     """
 
     name: str
     run: Callable[..., Any]
+    reads: tuple[str, ...] = Observation._fields
     count: Callable[[Any], int] = lambda config: 1
+
+    def select(self, observation: Observation) -> Observation:
+        """Return an observation with the fields that it reads, and None elsewhere."""
+        if len(self.reads) == len(Observation._fields):
+            return observation
+        return Observation(**{name: getattr(observation, name) for name in self.reads})
 
 
 def as_stages(act: Callable[..., Any]) -> tuple[ActStage]:

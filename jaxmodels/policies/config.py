@@ -137,6 +137,7 @@ class PolicyConfig(_OtherFields):
     text_encoder: Any = None  # `TextConfig` of the encoder of instructions; None without one.
     prompt_reads_state: Any = False  # Whether the prompt contains the numbers of the state (`format_prompt`).
     prompt_length: Any = None  # Tokens of an instruction that the program embeds; None if it embeds none.
+    short_prompts: Any = ()  # Lengths of shorter prompts that have a program of their own, ascending.
     prefix_tokens: Any = 0  # Tokens of images and words that are computed once per chunk, for all steps.
     vocabulary: Any = 0  # Number of tokens that the program embeds, if it has a `prompt_length`.
     tokenizer_name: Any = None  # Model of the tokenizer, if the processors name none.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
@@ -21,6 +22,8 @@ from jaxmodels.weights import blueprint_of
 
 Chunk: TypeAlias = Float[Array, "b t a"]
 Terms: TypeAlias = Mapping[str, Array]
+# Fields of an observation that the stages read.
+IMAGES, SAMPLING = ("images", "image_masks"), ("state", "prefix", "noise")
 
 
 class VlaModel(nnx.Module):
@@ -130,7 +133,8 @@ def _denoise(
     model: VlaModel, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Chunk, t: Any, step: Terms
 ) -> Chunk:
     del t  # `step` contains the time.
-    return model.denoise(prefix, state, x, step)
+    # Without the barrier, XLA's GPU compiler selects a step's terms again in a kernel of each layer.
+    return model.denoise(prefix, state, x, lax.optimization_barrier(step))
 
 
 def _denoise_behind(
@@ -145,7 +149,7 @@ def _denoise_behind(
 def list_stages(network: type[VlaModel], sample: Callable[..., Chunk] = sample) -> tuple[ActStage, ...]:
     """Return the stages of a policy with this network; `sample` is called as `sample` of this module."""
     return (
-        ActStage("vision", partial(_see, network)),
-        ActStage("prefix", partial(_encode, network)),
-        ActStage("denoise", partial(sample, network), count=lambda config: config.num_inference_steps),
+        ActStage("vision", partial(_see, network), IMAGES),
+        ActStage("prefix", partial(_encode, network), (*IMAGES, "state", "language")),
+        ActStage("denoise", partial(sample, network), SAMPLING, count=lambda config: config.num_inference_steps),
     )

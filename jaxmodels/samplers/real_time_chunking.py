@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -84,8 +83,7 @@ def continuing(
 ) -> Partial:
     """Return a `predict` guided to continue a plan, for any sampler over chunks (b, t, a) with this schedule.
 
-    One compiled program serves all delays and lengths. Members without a plan (length 0) are not guided, and a batch
-    without plans computes no gradient.
+    One compiled program serves all delays and lengths. Members without a plan (length 0) are not guided.
 
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)``, to a prediction shaped like x, with independent members. With a
@@ -132,24 +130,18 @@ def _guided(predict: Predict, prefix: Prefix, way: _Way, x: Array, t: Any, *rest
     if (*spans,) != x.shape[:-1] or width > x.shape[-1]:
         raise InputError(f"prefix has actions of {[*spans, width]}; wanted {list(x.shape)}, as samples")
 
-    def plain(x: Array) -> Array:
-        return jnp.asarray(predict(x, t, *rest), jnp.float32)
-
     def expected(x: Array) -> tuple[Array, Array]:
-        prediction = plain(x)
+        prediction = jnp.asarray(predict(x, t, *rest), jnp.float32)
         return _clean(way.schedule, prediction, x, t), prediction
 
-    def guided(x: Array) -> Array:
-        if way.through_model:
-            sample, back, prediction = jax.vjp(expected, x, has_aux=True)
-        else:
-            (sample, prediction), back = expected(x), lambda error: (error,)
-        mask = soft_mask(prefix.delay, prefix.length, x.shape[1])[..., None]
-        error = jnp.where(mask > 0, mask * (prefix.actions - sample[..., :width]), 0)
-        error = jnp.pad(error, ((0, 0), (0, 0), (0, x.shape[-1] - width)))
-        return _corrected(way, prediction, back(error)[0], t)
-
-    return lax.cond(jnp.any(prefix.length > 0), guided, plain, x)
+    if way.through_model:
+        sample, back, prediction = jax.vjp(expected, x, has_aux=True)
+    else:
+        (sample, prediction), back = expected(x), lambda error: (error,)
+    mask = soft_mask(prefix.delay, prefix.length, x.shape[1])[..., None]
+    error = jnp.where(mask > 0, mask * (prefix.actions - sample[..., :width]), 0)
+    error = jnp.pad(error, ((0, 0), (0, 0), (0, x.shape[-1] - width)))
+    return _corrected(way, prediction, back(error)[0], t)
 
 
 def _clean(schedule: FlowSchedule | NoiseSchedule, prediction: Array, x: Array, t: Any) -> Array:

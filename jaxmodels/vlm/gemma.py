@@ -52,9 +52,9 @@ class PaliGemma(nnx.Module):
         return embedding[tokens] * embedding.shape[1] ** 0.5
 
     def compute_cache(
-        self, tokens: Float[Array, "b m d"], is_valid: Bool[Array, "b m"], behind: int = 0
+        self, tokens: Float[Array, "b m d"], is_valid: Bool[Array, "b m"], behind: int = 0, length: int = 0
     ) -> PrefixCache:
-        """Return keys and values of tokens with full attention; `behind` more tokens will follow (see `pad_keys`)."""
+        """Return keys and values of tokens with full attention, padded to a `length` by `pad_keys` for `behind`."""
         rotation, mask = compute_rotation(count_positions(is_valid), self.head_width), is_valid[:, None]
         tokens = tokens.astype(jnp.float32)  # The residual is float32.
         kept = []
@@ -62,7 +62,7 @@ class PaliGemma(nnx.Module):
             tokens, own = layer(tokens, rotation, mask)
             kept.append(own)
         kept.append(self.layers[-1].compute_key_values(tokens, rotation))
-        layers = tuple(pad_keys(own, behind) for own in kept)
+        layers = tuple(pad_keys(own, behind, length) for own in kept)
         return PrefixCache(layers, pad_mask(is_valid, layers[0]))
 
 

@@ -29,6 +29,7 @@ from jaxmodels.types import Observation
 
 VARIANTS, DTYPES = ("gemma_300m", "gemma_2b"), ("bfloat16", "float32")
 PROMPT = Range(1, 4096)  # Tokens of a prompt.
+SHORT_PROMPTS = (64, 128)  # A prompt of pi0.5 has 200 tokens, of which most instructions use a third.
 _LAYERS = Range(1, LAYERS_WRITTEN_OUT)
 _SIDE = Range(1, 1024)  # Pixels of SigLIP's square.
 
@@ -287,6 +288,10 @@ class Pi0Config(VlaConfig):
     def vocabulary(self) -> int:
         """Number of tokens of the vocabulary."""
         return self.sizes.vocab_size
+
+    @property
+    def short_prompts(self) -> tuple[int, ...]:
+        return tuple(length for length in SHORT_PROMPTS if length < self.prompt_length)
 
     @property
     def prefix_tokens(self) -> int:

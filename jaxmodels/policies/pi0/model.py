@@ -90,7 +90,9 @@ class PiModel(VlaModel):
         each = seen.shape[1]
         is_seen = jnp.ones((batch, len(present)), bool) if masks is None else masks[:, np.asarray(present)]
         is_valid = jnp.concatenate((jnp.repeat(is_seen, each, axis=1), language.mask), axis=1)
-        return self.paligemma.compute_cache(tokens, is_valid, self.config.chunk_size + self.has_state_token)
+        # With the same keys for each length of the prompt, the expert needs one program.
+        length = tokens.shape[1] + self.config.prompt_length - words.shape[1]
+        return self.paligemma.compute_cache(tokens, is_valid, self.config.chunk_size + self.has_state_token, length)
 
     def embed_times(self, times: Float[np.ndarray, " s"]) -> Float[Array, "s d"]:
         config = self.config

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.instructions import Prompts
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
-from jaxmodels.program import Programs
-from tests.testing.models import edit_json
+from jaxmodels.policies.pi0 import config as pi0_config
+from jaxmodels.program import Part, Programs
+from tests.testing.models import edit_json, relative_error
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -240,17 +242,38 @@ def test_frames_of_another_size_compile_only_their_preparation(name: str, golden
     policy = jaxmodels.load_policy(golden_folder(name))
     policy.compile()
     compile, compiled = Programs._compile, []
-    monkeypatch.setattr(
-        Programs, "_compile", lambda self, traced: compiled.append(len(traced)) or compile(self, traced)
-    )
+
+    def record(self: Programs, parts: list[Part]) -> Any:
+        compiled.append([part.name for part in parts])
+        return compile(self, parts)
+
+    monkeypatch.setattr(Programs, "_compile", record)
     cameras = {camera: (height + 3, width + 5) for camera, (height, width) in policy.requirements.cameras.items()}
     policy.compile(1, cameras)
     policy.compile(2)
-    assert compiled == [1, 4]  # A batch of two compiles the three stages too.
+    # Prompts of pi0.5 have two lengths. The plan of actions that is continued is an input of the last stage alone.
+    lengths = 1 + len(policy.checkpoint.config.short_prompts)
+    stages = {"vision": 1, "prefix": lengths, "denoise": 2}
+    assert [Counter(names) for names in compiled] == [{"frames": 2 * lengths}, {"frames": 2 * lengths} | stages]
     seen = {f"observation.images.{camera}": np.zeros((1, *size, 3), np.uint8) for camera, size in cameras.items()}
     seen["observation.state"] = np.zeros((1, policy.requirements.state), np.float32)
     assert np.isfinite(policy.act(seen | {"task": ["pick"]})).all()
-    assert compiled == [1, 4]
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_short_prompts_give_the_same_actions(dtype: str, golden_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, (seen, noise) = jaxmodels.load_policy(golden_folder(PI05), dtype=dtype), recorded(golden_folder(PI05))
+    lengths: list[int] = []
+    run = policy._run
+    monkeypatch.setattr(
+        policy, "_run", lambda program, arrays: lengths.append(arrays.language.tokens.shape[1]) or run(program, arrays)
+    )
+    short = policy.act(seen | {"task": ["pick"] * 2}, noise=noise)
+    monkeypatch.setattr(pi0_config, "SHORT_PROMPTS", ())
+    whole = policy.act(seen | {"task": ["pick"] * 2}, noise=noise)
+    assert lengths == [64, 72]
+    assert relative_error(short, whole) < (1e-6 if dtype == "float32" else 0.01)
 
 
 def test_long_instruction_is_cut_and_logged(policies, golden_folder, caplog: pytest.LogCaptureFixture) -> None:
