@@ -14,7 +14,7 @@ SERVERS := postgresql nginx-light caddy chromium
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-peers docs faults lint licences types setup setup-dev peers rendering servers packages clean
+.PHONY: help demo test test-peers docs notebooks faults lint licences types setup setup-dev peers rendering servers packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that depend on real time (mark `timed`) run after all others, and the test of a delivery (`alone`) runs last.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tests/unit/hooks
-	@$(PYTEST) -m "not timed and not alone" --numprocesses 3 $(ARGS); \
+	@$(PYTEST) -m "not timed and not alone and not notebook" --numprocesses 3 $(ARGS); \
 	status=$$?; $(PYTEST) -m timed --numprocesses 2 $(ARGS) || status=1; \
 	$(PYTEST) -m alone $(ARGS) || status=1; exit $$status
 
@@ -35,6 +35,9 @@ test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tes
 docs: setup-dev ## the guides as a site, with search: site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "robojax: $(BIN)/python -m http.server --directory site 8000, then http://127.0.0.1:8000 (a file has no search)"
+
+notebooks: setup-dev rendering ## all notebooks, from top to bottom, with short training runs
+	@$(PYTEST) -m notebook --numprocesses 2 $(ARGS)
 
 # Before a release: make faults REPEAT=50, which takes an hour.
 REPEAT ?= 1

@@ -65,6 +65,7 @@ def test_there_are_notebooks() -> None:
     assert [path.stem[:2] for path in NUMBERED] == [f"{number:02}" for number in range(1, len(NUMBERED) + 1)]
 
 
+@pytest.mark.notebook
 @pytest.mark.timeout(TIMEOUT)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(

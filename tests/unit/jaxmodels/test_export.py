@@ -32,14 +32,19 @@ pytestmark = pytest.mark.usefixtures("own_caches")
 @pytest.fixture
 def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give the test an empty user cache and an empty compile cache."""
-    before = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(bundles.VARIABLE, raising=False)
     (tmp_path / "compiled").mkdir()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    options = {"jax_compilation_cache_dir": str(tmp_path / "compiled")}
+    # Small programs that compile while a policy loads are never kept, also where this takes long.
+    options |= {"jax_persistent_cache_min_compile_time_secs": 1000.0}
+    before = {name: jax.config.values[name] for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
     reset_cache()
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     reset_cache()
 
 
