@@ -178,8 +178,8 @@ class LerobotServer:
                 code, text = grpc.StatusCode.INTERNAL, "internal: the server's log says more"
             if name == "GetActions":
                 await asyncio.sleep(_ERROR_DELAY)
-            else:
-                logger.warning("%s of the robot at %s was refused: %s", name, context.peer(), text)
+            if name == "SendPolicyInstructions":  # Others fail many times per second.
+                logger.warning("the robot at %s gets no session: %s", context.peer(), sanitize_text(text))
             return await context.abort(code, sanitize_text(text, _MAX_DETAILS))
 
         return call
@@ -200,7 +200,7 @@ class LerobotServer:
         return connection
 
     def _check_alone(self, connection: _Connection, name: str) -> None:
-        """Refuse a call during another one of its kind, which shows that two robots share the connection.
+        """Refuse two calls of a method at a time, because two robots may share the connection.
 
         The actions of one robot could reach the other, so their session ends.
         """
@@ -280,7 +280,7 @@ class LerobotServer:
                 await self._context.sessions.delete(session_id)
 
     async def _close_silent(self) -> None:
-        """Close the sessions of robots without calls for as long as after which clients count as disconnected."""
+        """Close the sessions of disconnected robots: those without calls for the ``silence`` of streams."""
         silence = self._context.stream_clients.settings.silence
         while True:
             await asyncio.sleep(_CHECK_INTERVAL)

@@ -17,8 +17,8 @@ from service.streaming.direct_inference import DirectInference
 from service.streaming.observation import ClientObservation
 
 POLL_TIMEOUT = 2.0  # Seconds that GetActions waits for an observation, as LeRobot's server.
-# Distance of two states, as a share of each joint's range, below which the second adds nothing. LeRobot's server has 1
-# in the robot's unit, which is this share of -100..100, but 57 degrees of a robot that measures in radians.
+# Distance of two states, in shares of the joints' ranges, below which the second state adds nothing. LeRobot's server
+# compares the distance with 1 in the robot's unit: this share of -100..100, but 57 degrees if the unit is radians.
 SIMILAR_SHARE = 0.005
 _STATE, _CAMERA = "observation.state", "observation.images."
 # Instruction of a session until the first observation, because LeRobot's client sends the task with observations only.

@@ -63,7 +63,6 @@ def lerobot_classes(monkeypatch) -> Iterator[None]:
     for name in ("lerobot", "lerobot.async_inference"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, HELPERS, module)
-    return
 
 
 class ReplyUnpickler(pickle.Unpickler):

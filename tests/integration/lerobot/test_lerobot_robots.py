@@ -1,18 +1,28 @@
 """Robots of LeRobot's client: sessions, observations, action chunks, stops, and access."""
 
 import asyncio
+import datetime
+import os
 import pickle
+import re
+import subprocess
+import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from jaxmodels.errors import JaxModelsError
 from service.http.server import CannotListen
-from service.lerobot.grpc_server import LerobotServer
 from service.lerobot.pickles import MAX_BYTES
 from tests.integration.lerobot.conftest import (
     BEGIN,
@@ -21,8 +31,10 @@ from tests.integration.lerobot.conftest import (
     MIDDLE,
     PIECE,
     POSE,
+    RobotClient,
     pack_piece,
 )
+from tests.testing.compiling import QUICK
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.rig import expect_ok
 from tests.testing.waiting import until
@@ -93,7 +105,7 @@ async def test_similar_observations_are_answered_only_if_they_must(server, times
         assert bool(await client.get_actions()) is is_answered
 
 
-async def test_an_observation_that_must_be_answered_is_replaced_by_a_newer_one_only(server) -> None:
+async def test_a_must_go_observation_is_replaced_only_by_a_newer_one(server) -> None:
     async with server.started() as client:
         await client.observe(0)
         assert await client.get_actions()
@@ -122,8 +134,6 @@ async def test_a_waiting_observation_becomes_too_old(serve) -> None:
 
 
 async def test_the_task_is_the_instruction_of_the_policy(serve) -> None:
-    from dataclasses import replace
-
     policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True))
     async with serve(policy) as server, server.started() as client:
         await expect_error(client.observe(), StatusCode.INVALID_ARGUMENT, "--task")
@@ -272,8 +282,6 @@ async def test_a_polling_robot_is_not_silent(serve) -> None:
 
 
 async def test_a_robot_that_disconnects_during_a_load_leaves_no_session(serve) -> None:
-    import threading
-
     async with serve() as server, server.connect() as client:
         server.load.gate = threading.Event()
         starting = asyncio.create_task(client.start())
@@ -341,17 +349,51 @@ async def test_the_number_of_robots_is_limited(server, monkeypatch) -> None:
         await expect_error(client.start(), StatusCode.RESOURCE_EXHAUSTED, "too_many_requests")
 
 
-async def test_a_taken_port_and_missing_certificates_are_named(server, tmp_path) -> None:
-    for settings, words in (
-        ({"lerobot_port": server.robots.port}, "--lerobot-port"),
-        (dict.fromkeys(("lerobot_tls_cert", "lerobot_tls_key", "lerobot_tls_client_ca"), "no.pem"), "no.pem"),
+def make_certificate(folder: Path) -> dict[str, str]:
+    """Write a certificate of localhost that signs itself, and return the settings that name its files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    for extension in (
+        x509.SubjectAlternativeName([x509.DNSName("localhost")]),
+        x509.BasicConstraints(ca=True, path_length=None),
     ):
-        ours = server.app.ctx.settings
-        lerobot = ours.lerobot.model_copy(update=settings)
-        other = LerobotServer(server.app, "127.0.0.1")
-        other._settings = lerobot
-        with pytest.raises(CannotListen, match=words):
-            await other.__aenter__()
+        builder = builder.add_extension(extension, critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
+    encoding, encryption = serialization.Encoding.PEM, serialization.NoEncryption()
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(encoding))
+    (folder / "key.pem").write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, encryption))
+    files = {"lerobot_tls_cert": "cert.pem", "lerobot_tls_key": "key.pem", "lerobot_tls_client_ca": "cert.pem"}
+    return {name: str(folder / file) for name, file in files.items()}
+
+
+async def test_certificates_admit_only_robots_that_have_one(serve, tmp_path) -> None:
+    async with serve(**make_certificate(tmp_path)) as server:
+        certificate, key = ((tmp_path / name).read_bytes() for name in ("cert.pem", "key.pem"))
+        async with server.connect(grpc.ssl_channel_credentials(certificate, key, certificate)) as client:
+            await client.start()
+            await client.observe()
+            assert await client.get_actions()
+        for credentials in (None, grpc.ssl_channel_credentials(certificate)):
+            async with server.connect(credentials) as client:
+                await expect_error(client.start(), StatusCode.UNAVAILABLE)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("cert.pem", "lerobot_tls_cert"), ("key.pem", "--lerobot-tls-key"), (None, "--lerobot-port")]
+)
+async def test_files_and_ports_that_cannot_be_used_are_named(server, serve, tmp_path, file, words) -> None:
+    settings = make_certificate(tmp_path)
+    if file == "cert.pem":
+        (tmp_path / file).unlink()
+    elif file == "key.pem":
+        (tmp_path / file).write_text("no key")
+    else:
+        settings = {"lerobot_port": server.robots.port}
+    with pytest.raises(CannotListen, match=words):
+        async with serve(**settings):
+            pass
 
 
 async def test_the_end_of_the_server_holds_the_robots_first(serve) -> None:
@@ -362,3 +404,31 @@ async def test_the_end_of_the_server_holds_the_robots_first(serve) -> None:
         assert server.app.ctx.sessions.is_closing
         with pytest.raises(grpc.aio.AioRpcError):
             await waiting
+
+
+async def test_a_server_process_moves_a_robot_with_the_shipped_policy(tmp_path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--lerobot-port", "0", "--state", "off"),
+        env={**os.environ, **QUICK, "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        (port,) = re.findall(r"LeRobot's robots: port (\d+)", line)
+        client = RobotClient(int(port), "robojax/sim/policy")
+        client.shape = (96, 96, 3)
+        client.pose = dict(zip(JOINTS, (0.0, -90.0, 90.0, 0.0, 0.0, 10.0), strict=True))
+        await client.start(actions_per_chunk=10)
+        await client.run(30)
+        assert {len(chunk) for chunk in client.chunks} == {10}
+        assert np.abs(np.diff([action for _, action in client.executed], axis=0)).max() < 30
+        await client.channel.close()
+        process.terminate()
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
