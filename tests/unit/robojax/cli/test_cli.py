@@ -112,8 +112,8 @@ def test_exit_codes(call, tmp_path, arguments, code, messages):
     assert [text for text in messages if text not in result.stderr] == []
 
 
-def test_serve_for_robots_of_any_address_is_refused(call):
-    result = call("serve", "--port", "0", "--host", "0.0.0.0", "--insecure", "--lerobot-port", "0")
+def test_serve_for_robots_of_any_address_is_refused(robojax):
+    result = robojax("serve", "--port", "0", "--host", "0.0.0.0", "--insecure", "--lerobot-port", "0")
     assert (result.returncode, result.stdout) == (2, "")
     flags = ("--lerobot-allow", "--lerobot-tls-cert", "--host 127.0.0.1")
     assert [flag for flag in flags if flag not in result.stderr] == []
