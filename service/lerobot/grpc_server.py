@@ -7,7 +7,6 @@ import asyncio
 import ipaddress
 import logging
 import os
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -35,7 +34,7 @@ from service.http.server import CannotListen
 from service.inference.config import PolicySettings, set_cache_folders
 from service.inference.policy_sources import REPO_ID
 from service.lerobot import messages, pickles
-from service.lerobot.robot import RobotExchange, make_session_request
+from service.lerobot.robot import POLL_TIMEOUT, RobotExchange, make_session_request
 from service.logging import sanitize_text
 from service.sessions.store import Session
 from service.streaming import observation
@@ -247,7 +246,8 @@ class LerobotServer:
                 raise InvalidRequest(f"{error}. {_ORIGIN}") from None
             raise
         session.stats_sources.append(lambda: {"protocol": "lerobot"})
-        inference = context.stream_clients.create_inference(session)
+        # While pictures of another size are compiled, GetActions fails after this time, so that no chunk is too late.
+        inference = context.stream_clients.create_inference(session, POLL_TIMEOUT)
         connection.exchange = RobotExchange(inference, asked, context.settings.control.frame_age_limit)
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY
@@ -261,8 +261,9 @@ class LerobotServer:
         Raises:
             MoveRefused: an emergency stop of this address waits for its reset.
         """
-        sessions, name = self._context.sessions, re.sub(r"[^0-9a-f.]", "-", f"{address}")
-        ids = [f"lerobot-{name}-{number}" for number in range(1, MAX_ROBOTS + 2)]
+        sessions, name = self._context.sessions, address.replace(":", "-")
+        count = self._context.settings.limits.max_sessions + MAX_ROBOTS
+        ids = [f"lerobot-{name}-{number}" for number in range(1, count + 1)]
         if latched := [session_id for session_id in ids if sessions.get_latch(session_id) is not None]:
             raise MoveRefused(
                 f"session {latched[0]!r} of a robot at {address} is under an emergency stop; POST /debug/sessions/"

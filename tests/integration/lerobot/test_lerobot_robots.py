@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from cryptography.x509.oid import NameOID
 
 from jaxmodels.errors import JaxModelsError
 from service.http.server import CannotListen
+from service.lerobot import robot
 from service.lerobot.pickles import MAX_BYTES
 from tests.integration.lerobot.conftest import (
     BEGIN,
@@ -73,6 +73,15 @@ async def test_both_loops_of_the_client_execute_actions_in_order(server) -> None
         assert len(client.chunks) > 3
         steps = np.diff([action for _, action in client.executed], axis=0)
         assert (steps > -0.05).all(), "chunks continue the executed motion"
+
+
+@pytest.mark.parametrize(("must_go", "first"), [(False, 1.5), (True, 5.1)], ids=["moving", "at rest"])
+async def test_a_chunk_continues_the_executed_motion(serve, must_go, first) -> None:
+    async with serve(max_relative_target=0.5) as server, server.started() as client:
+        await client.observe(0, must_go=True)
+        assert (await client.get_actions())[9].action[0] == pytest.approx(POSE[JOINTS[0]] + 1.0, abs=1e-3)
+        await client.observe(10, must_go=must_go, **{JOINTS[0]: POSE[JOINTS[0]] + 5.0})
+        assert (await client.get_actions())[0].action[0] == pytest.approx(POSE[JOINTS[0]] + first, abs=1e-3)
 
 
 async def test_get_actions_waits_for_an_observation(server) -> None:
@@ -273,11 +282,10 @@ def server_is_empty(server):
     return is_empty
 
 
-async def test_a_polling_robot_is_not_silent(serve) -> None:
-    async with serve(silence=0.5) as server, server.started() as client:
-        began = time.monotonic()
-        while time.monotonic() - began < 1.5:
-            assert await client.get_actions() == []
+async def test_a_polling_robot_is_not_silent(serve, monkeypatch) -> None:
+    async with serve(silence=0.3) as server, server.started() as client:
+        monkeypatch.setattr(robot, "POLL_TIMEOUT", 1.0)
+        assert await client.get_actions() == []
         assert len(await server.sessions()) == 1
 
 
