@@ -220,20 +220,23 @@ class LerobotServer:
         """Create a session with the requested policy, and wait until that is loaded."""
         await self._close(connection)
         context, sessions = self._context, self._context.sessions
-        asked = await _run_decoder(pickles.read_policy_request, messages.read_policy_setup(request))
+        policy = await _run_decoder(pickles.read_policy_request, messages.read_policy_setup(request))
         context.create_limiter.take(None, connection.address)
         try:
-            await asyncio.to_thread(context.source_rules.check, asked.path)
+            await asyncio.to_thread(context.source_rules.check, policy.path)
         except InvalidRequest as error:
             raise Forbidden(str(error)) from None
-        running = (each for each in sessions.list() if each.new.policy_path == asked.path and each.robot_io is not None)
-        if (loaded := next(running, None)) is not None:
-            revision = loaded.new.revision
-        else:
-            revision = await asyncio.to_thread(_find_cached_revision, asked.path, context.settings.policies)
-        requirements = await context.policy_reader.read(asked.path, revision)
+        try:
+            revision = await asyncio.to_thread(_find_cached_revision, policy.path, context.settings.policies)
+        except PolicyNotCached:  # Here; engines of other machines have their own caches.
+            running = [each.new for each in sessions.list() if each.robot_io is not None]
+            revisions = [new.revision for new in running if new.policy_path == policy.path]
+            if not revisions:
+                raise
+            revision = revisions[0]
+        requirements = await context.policy_reader.read(policy.path, revision)
         session_id = self._choose_session_id(connection.address)
-        new = make_session_request(asked, requirements, session_id, revision)
+        new = make_session_request(policy, requirements, session_id, revision)
         connection.session_id = session_id
         try:
             session = await sessions.create(new)
@@ -242,13 +245,13 @@ class LerobotServer:
             raise
         except ServiceError as error:
             connection.session_id = None
-            if isinstance(error, InvalidRequest) or error.status == 422:
+            if error.status == 422:
                 raise InvalidRequest(f"{error}. {_ORIGIN}") from None
             raise
         session.stats_sources.append(lambda: {"protocol": "lerobot"})
         # While pictures of another size are compiled, GetActions fails after this time, so that no chunk is too late.
         inference = context.stream_clients.create_inference(session, POLL_TIMEOUT)
-        connection.exchange = RobotExchange(inference, asked, context.settings.control.frame_age_limit)
+        connection.exchange = RobotExchange(inference, policy, context.settings.control.frame_age_limit)
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY
 
@@ -270,7 +273,7 @@ class LerobotServer:
                 f"{latched[0]}/reset resets it"
             )
         taken = {each.id for each in sessions.list() if isinstance(each, Session) and not each.is_closed}
-        taken |= {str(connection.session_id) for connection in self._connections.values()}
+        taken |= {each.session_id for each in self._connections.values() if each.session_id is not None}
         return next(session_id for session_id in ids if session_id not in taken)
 
     async def _close(self, connection: _Connection) -> None:

@@ -5,7 +5,7 @@ import io
 import pickle
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -54,7 +54,7 @@ class TimedAction:
 
 
 @pytest.fixture(autouse=True)
-def lerobot_classes(monkeypatch) -> Iterator[None]:
+def lerobot_classes(monkeypatch) -> None:
     """Register the classes under the module of LeRobot, whose name is part of each pickle."""
     module = ModuleType(HELPERS)
     for each in (RemotePolicyConfig, TimedObservation):
@@ -109,7 +109,7 @@ class RobotClient:
         else:
             self.channel = grpc.aio.secure_channel(address, credentials, options)
         self.path = path
-        self.shape = (48, 64, 3)
+        self.shape: tuple[int, ...] = (48, 64, 3)
         self.pose = dict(POSE)
         self.task = ""
         self.fps = 100
