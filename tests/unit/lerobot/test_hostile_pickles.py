@@ -326,7 +326,6 @@ def attacks() -> Iterator[tuple[str, bytes]]:
     yield from REFUSED.items()
     for name, value in VALUES.items():
         yield f"{name}, alone", HEAD + value + b"."
-        yield f"{name}, in a tuple", HEAD + MARK + value + b"t."
         yield f"{name}, as a joint", observed(value)
         yield f"{name}, as a feature", config(lerobot_features=mapping(state=mapping(shape=value)))
 
