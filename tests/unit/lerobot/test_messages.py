@@ -1,9 +1,12 @@
+import doctest
 import random
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from service.errors import InvalidRequest, TooLarge
+from service.lerobot import messages, pickles
 from service.lerobot.messages import EMPTY, ObservationPieces, read_policy_setup, write_actions_message
 
 BEGIN, MIDDLE, END = b"\x08\x01", b"\x08\x02", b"\x08\x03"
@@ -148,3 +151,9 @@ def test_random_messages_are_read_or_refused() -> None:
                 kind = type(error)
             outcomes[kind] = outcomes.get(kind, 0) + 1
     assert min(outcomes[kind] for kind in (InvalidRequest, memoryview, type(None))) > 50, outcomes
+
+
+@pytest.mark.parametrize("module", [messages, pickles])
+def test_examples_run(module: ModuleType) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert (failed, attempted > 0) == (0, True)
