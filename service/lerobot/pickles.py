@@ -69,7 +69,7 @@ class _Object:
 class RobotPolicyRequest:
     """A robot's request for a policy: LeRobot's ``RemotePolicyConfig``.
 
-    The client does not check the texts, so they may be any. Do not download a path because a robot names it.
+    The client accepts any texts. Do not download a path because a robot names it.
 
     Attributes:
         policy_type: kind of policy, such as ``act``.
@@ -186,10 +186,11 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         1350
     """
     if module not in CLIENT_MODULES or not 0 <= timestep <= MAX_TIMESTEP:
-        raise ValueError(f"{module!r} and {timestep} are no module and timestep of a LeRobot client")
+        accepted = f"{' or '.join(CLIENT_MODULES)}, and 0 to {MAX_TIMESTEP}"
+        raise ValueError(f"module {module!r}, timestep {timestep}: a LeRobot client has {accepted}")
     if actions.ndim != 2 or actions.dtype != np.float32 or not actions.size or not np.isfinite(actions).all():
-        shape = "x".join(map(str, actions.shape))
-        raise PolicyFailed(f"the actions are {actions.dtype} of {shape}; expected finite float32 (steps, joints)")
+        found = f"{actions.dtype} {actions.shape} from {np.min(actions, initial=0)} to {np.max(actions, initial=0)}"
+        raise PolicyFailed(f"the actions are {found}; expected finite float32 (steps, joints)")
     numbers = np.empty(actions.shape, [("opcode", "S1"), ("value", ">f8")])
     numbers["opcode"], numbers["value"] = b"G", actions
     start = _pack_global(module, "TimedAction") + b")\x81}(" + _pack_text("timestamp") + b"G"
