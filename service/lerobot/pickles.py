@@ -20,7 +20,7 @@ CLIENT_MODULES = ("lerobot.async_inference.helpers", "lerobot.scripts.server.hel
 MAX_BYTES = 32 << 20  # Two 1080p cameras take 12 MB.
 MAX_TIMESTEP = 1 << 30  # A year at 30 actions per second; the reply has timesteps as int32.
 MAX_REPLY = (4 << 20) - 16  # LeRobot's gRPC channel accepts messages below 4 MiB; the message adds a few bytes.
-_MAX_OPCODES = 10_000  # An observation has about ten per joint and forty per camera.
+_MAX_OPCODES = 4096  # An observation has at most 10 per joint and 40 per camera. They are read in 20 ms.
 _MAX_TEXT = 1 << 18  # Bytes of all texts, because a text in memory may take four times as many.
 _MAX_DEPTH = 16
 
@@ -69,7 +69,7 @@ class _Object:
 class RobotPolicyRequest:
     """A robot's request for a policy: LeRobot's ``RemotePolicyConfig``.
 
-    The client does not check the texts, so they may be any. Do not download a path because a robot names it.
+    The client accepts any texts. Do not download a path because a robot names it.
 
     Attributes:
         policy_type: kind of policy, such as ``act``.
@@ -186,10 +186,11 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         1350
     """
     if module not in CLIENT_MODULES or not 0 <= timestep <= MAX_TIMESTEP:
-        raise ValueError(f"{module!r} and {timestep} are no module and timestep of a LeRobot client")
+        accepted = f"{' or '.join(CLIENT_MODULES)}, and 0 to {MAX_TIMESTEP}"
+        raise ValueError(f"module {module!r}, timestep {timestep}: a LeRobot client has {accepted}")
     if actions.ndim != 2 or actions.dtype != np.float32 or not actions.size or not np.isfinite(actions).all():
-        shape = "x".join(map(str, actions.shape))
-        raise PolicyFailed(f"the actions are {actions.dtype} of {shape}; expected finite float32 (steps, joints)")
+        found = f"{actions.dtype} {actions.shape} from {np.min(actions, initial=0)} to {np.max(actions, initial=0)}"
+        raise PolicyFailed(f"the actions are {found}; expected finite float32 (steps, joints)")
     numbers = np.empty(actions.shape, [("opcode", "S1"), ("value", ">f8")])
     numbers["opcode"], numbers["value"] = b"G", actions
     start = _pack_global(module, "TimedAction") + b")\x81}(" + _pack_text("timestamp") + b"G"
@@ -290,7 +291,7 @@ class _PickleReader:
             case b"\x81" | b"R":  # NEWOBJ, REDUCE
                 arguments, made = pop(), pop()
                 if not isinstance(made, _Global) or _GLOBALS[made] != opcode or not isinstance(arguments, tuple):
-                    raise self._error(f"{_describe(made)} cannot be called with {_describe(arguments)}")
+                    raise self._error(f"opcode {opcode!r} cannot make {_describe(made)} from {_describe(arguments)}")
                 push(_Object(made, arguments))
             case b"b":  # BUILD
                 state, target = pop(), self._expect(_Object)
@@ -317,7 +318,7 @@ class _PickleReader:
     def _expect(self, kind: type) -> Any:
         target = self._stack[-1]
         if not isinstance(target, kind):
-            raise self._error(f"the opcode changes {_describe(target)}; expected a {kind.__name__.strip('_').lower()}")
+            raise self._error(f"the stack has {_describe(target)}; expected {kind.__name__.strip('_').lower()}")
         return target
 
     def _pop_to_mark(self) -> list[Any]:
@@ -427,7 +428,7 @@ def _describe(value: object) -> str:
     """Return a short text for a message; a container by its type only, because it may contain itself."""
     match value:
         case str():
-            return repr(value[:80])
+            return repr(value[:80])[:80]
         case int() | float() | None:
             return repr(value)
         case _Global(module, name):

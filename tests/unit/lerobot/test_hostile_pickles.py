@@ -78,15 +78,22 @@ def config(**fields: bytes) -> bytes:
     return record("RemotePolicyConfig", mapping(**known | fields))
 
 
+def dtype_state(order: str = "|") -> bytes:
+    return sequence(b"K\x03", text(order), NONE, NONE, NONE, integer(-1), integer(-1), b"K\0")
+
+
 def dtype(code: str = "u1", order: str = "|", state: bytes | None = None) -> bytes:
-    rest = (NONE, NONE, NONE, integer(-1), integer(-1), b"K\0")
-    return call("numpy", "dtype", text(code), FALSE, TRUE) + (state or sequence(b"K\x03", text(order), *rest) + BUILD)
+    return call("numpy", "dtype", text(code), FALSE, TRUE) + (state or dtype_state(order) + BUILD)
 
 
-def array(shape: bytes, content: bytes = data(b"abcdef"), kind: bytes | None = None, fortran: bytes = FALSE) -> bytes:
-    made = text("numpy") + text("ndarray") + b"\x93" + sequence(b"K\0") + data(b"b")
-    empty = call("numpy._core.multiarray", "_reconstruct", made)
-    return empty + sequence(b"K\1", shape, kind or dtype(), fortran, content) + BUILD
+def array_state(shape: bytes, content: bytes | None = None, kind: bytes | None = None, fortran: bytes = FALSE) -> bytes:
+    return sequence(b"K\1", shape, kind or dtype(), fortran, content or data(b"abcdef"))
+
+
+def array(shape: bytes, *state: bytes, made: bytes = b"K\0", code: bytes = data(b"b")) -> bytes:
+    kind = text("numpy") + text("ndarray") + b"\x93"
+    empty = call("numpy._core.multiarray", "_reconstruct", kind, sequence(made), code)
+    return empty + array_state(shape, *state) + BUILD
 
 
 def shaped(*sizes: int) -> bytes:
@@ -153,6 +160,9 @@ VALUES: dict[str, bytes] = {
     "BUILD of a global": text("numpy") + text("dtype") + b"\x93" + mapping(__setstate__=text("a")) + BUILD,
     "BUILD of slots": array(shaped(1)) + sequence(NONE, mapping(__setstate__=NONE)) + BUILD,
     "BUILD twice": dtype() + EMPTY_DICT + BUILD,
+    "BUILD of an array twice": array(shaped(2, 3, 1)) + array_state(shaped(3, 2, 1)) + BUILD,
+    "array that is made with a shape": array(shaped(2, 3, 1), made=b"K\6"),
+    "array that is made of text": array(shaped(2, 3, 1), code=text("b")),
     "a global": text("numpy") + text("ndarray") + b"\x93",
     "REDUCE of text": text("os.system") + EMPTY_TUPLE + REDUCE,
     "REDUCE with a list": text("numpy") + text("dtype") + b"\x93" + EMPTY_LIST + REDUCE,
@@ -197,12 +207,17 @@ VALUES: dict[str, bytes] = {
     "array of a list shape": array(EMPTY_LIST),
     "array of text": array(shaped(2, 3, 1), text("abcdef")),
     "array of floats": array(shaped(1, 1, 1), data(bytes(4)), dtype("f4", "<")),
-    "array with a number as order": array(shaped(2, 3, 1), fortran=b"K\2"),
+    "array with a number as order": array(shaped(2, 3, 1), data(b"abcdef"), dtype(), b"K\2"),
     "array without state": call("numpy._core.multiarray", "_reconstruct", text("a")),
     "order A": from_buffer(shaped(2, 3, 1), dtype(), order=text("A")),
     "order None": from_buffer(shaped(2, 3, 1), dtype(), order=NONE),
     "buffer of text": from_buffer(shaped(2, 3, 1), dtype(), text("abcdef")),
+    **{f"{code} scalar": scalar(dtype(code), bytes(8)) for code in ("O8", "O", "u8", "V8", "M8[s]", "c8", "S8", "zz")},
     "bool scalar": scalar(dtype("b1"), b"\1"),
+    "dtype by NEWOBJ": scalar(
+        text("numpy") + text("dtype") + b"\x93" + sequence(text("u1"), FALSE, TRUE) + NEWOBJ + dtype_state() + BUILD,
+        b"1",
+    ),
     "scalar of no bytes": scalar(dtype("f4", "<"), b""),
     "scalar of 3 bytes": scalar(dtype("f4", "<"), b"abc"),
     "NaN scalar": scalar(dtype("f4", "<"), struct.pack("<f", float("nan"))),
@@ -296,6 +311,7 @@ REFUSED = {
         "TimedObservation",
         mapping(timestamp=real(1), timestep=b"K\1", must_go=TRUE) + MEMOIZE + text("observation") + b"h\1s",
     ),
+    "record by REDUCE": observation().replace(EMPTY_TUPLE + NEWOBJ, EMPTY_TUPLE + REDUCE),
     "task that is None": observation(mapping(task=NONE)),
     "record without fields": record("TimedObservation", EMPTY_DICT),
     "record with a list": record("TimedObservation", EMPTY_LIST),
@@ -326,7 +342,6 @@ def attacks() -> Iterator[tuple[str, bytes]]:
     yield from REFUSED.items()
     for name, value in VALUES.items():
         yield f"{name}, alone", HEAD + value + b"."
-        yield f"{name}, in a tuple", HEAD + MARK + value + b"t."
         yield f"{name}, as a joint", observed(value)
         yield f"{name}, as a feature", config(lerobot_features=mapping(state=mapping(shape=value)))
 
@@ -447,6 +462,17 @@ def examine() -> tuple[list[str], Counter[str], list[str]]:
     pickle.loads(HEAD + call("os", "getenv", text("HOME")) + b".")
     is_watched = False
     return problems, counts, events
+
+
+def test_parts_of_the_attacks_are_valid() -> None:
+    image = read_observation(observed(array(shaped(2, 3, 1)))).images["joint"]
+    np.testing.assert_array_equal(
+        image, read_observation(observed(from_buffer(shaped(2, 3, 1), dtype()))).images["joint"]
+    )
+    assert image.tobytes() == b"abcdef"
+    assert read_observation(observed(scalar(dtype("i2", "<"), b"\xff\xff"))).values == {"joint": -1}
+    assert read_observation(observation()).timestep == 7
+    assert read_policy_request(config()).actions_per_chunk == 8
 
 
 def test_hostile_pickles_are_refused_and_run_nothing() -> None:

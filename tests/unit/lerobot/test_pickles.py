@@ -212,14 +212,14 @@ def test_reply_stays_below_the_clients_limit() -> None:
     ("timestep", "module"), [(-1, CLIENT_MODULES[0]), (MAX_TIMESTEP + 1, CLIENT_MODULES[0]), (0, "os")]
 )
 def test_reply_needs_a_timestep_and_a_module_of_the_client(timestep: int, module: str) -> None:
-    with pytest.raises(ValueError, match="LeRobot client"):
+    with pytest.raises(ValueError, match="a LeRobot client has"):
         write_actions(ACTIONS, timestep, 0.0, 1 / 30, module)
 
 
 def test_the_product_never_unpickles() -> None:
     forbidden = re.compile(
         r"\b(import|from) (pickle|_pickle|pickletools|cloudpickle|dill|joblib|shelve|marshal)\b"
-        r"|\bpickle\.|Unpickler|allow_pickle=True"
+        r"|\bpickle\.loads?\b|Unpickler|allow_pickle=True"
     )
     lines = [
         f"{path}: {match[0]}" for path in house.modules().values() for match in forbidden.finditer(path.read_text())
