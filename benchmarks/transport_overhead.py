@@ -36,7 +36,7 @@ def serve() -> None:
     from jaxmodels import Requirements
     from service.api.websockets import create_openpi_app
     from service.app import create_app
-    from service.http.server import listen, run
+    from service.http.server import listen, run, serve_app
     from service.settings import Settings
     from tests.testing.doubles import ScriptedPolicy
 
@@ -61,7 +61,7 @@ def serve() -> None:
         app,
         listen("127.0.0.1", 0),
         lambda url: say(event="serves", url=url, port=port),
-        (create_openpi_app(app), beside),
+        [serve_app(create_openpi_app(app), beside)],
     )
 
 

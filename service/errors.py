@@ -97,6 +97,10 @@ class PolicyError(ServiceError, status=422, code="policy"):
     """The policy cannot be loaded, or does not fit the session's request."""
 
 
+class PolicyNotCached(ServiceError, status=404, code="policy_not_cached"):
+    """The policy is on the Hub only, and a client without a key must not cause its download."""
+
+
 class PolicyFailed(ServiceError, status=500, code="policy_failed"):
     """A loaded policy raised, or returned something that is not an action chunk."""
 

@@ -1,5 +1,6 @@
 """Base class of setting groups, value parsers, SettingsError."""
 
+import ipaddress
 import json
 import re
 from collections.abc import Mapping
@@ -77,6 +78,15 @@ def _amounts(value: object) -> object:
     return {name.strip(): amount.strip() for name, _, amount in pairs}
 
 
+def _check_networks(value: tuple[str, ...]) -> tuple[str, ...]:
+    for text in value:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ValueError(f"networks as 192.168.1.0/24 or 10.0.0.7 ({error})") from None
+    return value
+
+
 def _matching(pattern: str, wanted: str) -> AfterValidator:
     """Return a validator of a text; its error does not show the value, which may hold a password."""
 
@@ -97,6 +107,7 @@ Address = Annotated[str, _matching(r"https?://[^/@\s]+", "http://HOST:PORT or ht
 Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], BeforeValidator(_amounts)]
 Sources = Annotated[Mapping[str, tuple[str, str | None]], BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Networks = Annotated[Names, AfterValidator(_check_networks)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], BeforeValidator(_split)]
 Ranges = Annotated[Mapping[str, tuple[FiniteFloat, FiniteFloat]], BeforeValidator(_from_json), AfterValidator(_ranges)]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]

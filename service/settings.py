@@ -14,7 +14,7 @@ from service.auth.config import AccessSettings
 from service.control.config import ControlSettings, SafetySettings
 from service.control.limits import LimitsError, read_limits
 from service.distributed.config import ClusterSettings
-from service.http.config import LimitSettings, ServerSettings, TransportSettings
+from service.http.config import LerobotSettings, LimitSettings, ServerSettings, TransportSettings
 from service.inference.config import ModelSettings, PolicySettings
 from service.logging import LogSettings
 from service.recording.recorder import RecordingSettings
@@ -47,6 +47,7 @@ class Settings(BaseModel):
     cluster: ClusterSettings = ClusterSettings()
     models: ModelSettings = ModelSettings()
     transport: TransportSettings = TransportSettings()
+    lerobot: LerobotSettings = LerobotSettings()
     updates: UpdateSettings = UpdateSettings()
     webhooks: WebhookSettings = WebhookSettings()
     recording: RecordingSettings = RecordingSettings()

@@ -38,7 +38,7 @@ LAYERS = {
     "service": (
         "errors reloading_file stage stats setting_types loop_watchdog signal_guard"
         " < logging state threads processes < http < auth < inference transport < engines < control < sessions"
-        " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions < app"
+        " < recording streaming rollout dashboard < distributed < settings < api doctor shared_sessions lerobot < app"
     ),
     "hooks": ("errors threads < payload database addresses < queue < registry < client receiver < server"),
     "jaxmodels": (

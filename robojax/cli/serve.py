@@ -4,7 +4,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -16,6 +17,8 @@ from service.setting_types import Mark, SettingsError
 from service.settings import FIELDS, FILE, GROUPS, PREFIX, Settings, load_settings, unknown_variables
 
 if TYPE_CHECKING:
+    from service.api.context import App
+    from service.lerobot.grpc_server import LerobotServer
     from service.logging import BackgroundHandler, LogSettings, RotatingLogFile
 
 
@@ -31,7 +34,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
 
     with pause_garbage_collection():
         from service.engines.launch import launch_engine
-        from service.http.server import CannotListen, listen, run
+        from service.http.server import CannotListen, listen, run, serve_app
         from service.logging import configure_logging
 
     settings = settings_or_end(flags, config).with_state()
@@ -45,6 +48,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     refuse_without_keys(listener.getsockname()[0], settings, "serve")
+    _refuse_open_robots(listener.getsockname()[0], settings)
     launched = launch_engine(settings.policies) if settings.cluster.engine == "local" else None
     # The refusals above do not need these slow imports.
     with pause_garbage_collection():
@@ -59,8 +63,14 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     except SettingsError as error:
         listener.close()
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
-    second = None if openpi is None else (create_openpi_app(app), openpi)
-    also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
+    others: list[AbstractAsyncContextManager[object]] = []
+    also = ""
+    if openpi is not None:
+        others.append(serve_app(create_openpi_app(app), openpi))
+        also = f"; openpi clients: port {openpi.getsockname()[1]}"
+    robots = None if settings.lerobot.lerobot_port is None else _create_lerobot_server(app, listener.getsockname()[0])
+    if robots is not None:
+        others.append(robots)
     see_cluster = "docs/operate/cluster.md describes"
     advice: dict[type[Exception], str] = {
         ServerNameTaken: f"end that server, or use another --front-name; {see_cluster} several servers",
@@ -69,17 +79,16 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         NoDevice: "robojax serve --devices all uses all available devices",
         ModelError: "robojax check PATH says more about a model",
         **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
+        CannotListen: "`robojax serve --help-all` lists all settings",
     }
+
+    def announce(url: str) -> None:
+        lerobot = "" if robots is None else f"; LeRobot's robots: port {robots.port}"
+        pages = f"page: {url}/ui, API: {url}/docs{also}{lerobot}"
+        typer.echo(f"robojax serves at {url} ({rooms}; {pages}). Ctrl-C ends it.")
+
     try:
-        run(
-            app,
-            listener,
-            lambda url: typer.echo(
-                f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs{also}). Ctrl-C ends it."
-            ),
-            second,
-            app.ctx.loop_watchdog,
-        )
+        run(app, listener, announce, others, app.ctx.loop_watchdog)
     except tuple(advice) as error:
         code = Code.POLICY if isinstance(error, ModelError) else Code.USAGE
         then = next(text for kind, text in advice.items() if isinstance(error, kind))
@@ -142,6 +151,35 @@ def refuse_without_keys(bound: str, settings: Settings, command: str) -> None:
         "`robojax token new --role operator` creates a key",
         server.host,
     )
+
+
+def _refuse_open_robots(bound: str, settings: Settings) -> None:
+    """Refuse a port for LeRobot's robots that any machine could use, or that needs a missing package."""
+    from service.http.origins import is_loopback
+
+    lerobot = settings.lerobot
+    if lerobot.lerobot_port is None:
+        return
+    if find_spec("grpc") is None:
+        why = f"lerobot_port: {lerobot.lerobot_port} needs grpcio (it is not installed)"
+        fail(Code.USAGE, "the server cannot start", why, "pip install -e '.[lerobot]'")
+    if is_loopback(bound) or lerobot.lerobot_allow or lerobot.lerobot_tls_client_ca is not None:
+        return
+    fail(
+        Code.USAGE,
+        f"the server does not listen on {settings.server.host} for robots of any address",
+        "LeRobot's protocol has no keys, so any program that reaches the port could use policies as a robot",
+        "name the networks of the robots: --lerobot-allow 192.168.1.0/24\n"
+        "or require certificates: --lerobot-tls-cert, --lerobot-tls-key and --lerobot-tls-client-ca\n"
+        "or --host 127.0.0.1 for this machine only",
+    )
+
+
+def _create_lerobot_server(app: "App", host: str) -> "LerobotServer":
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has lines for mistakes of each client.
+    from service.lerobot.grpc_server import LerobotServer
+
+    return LerobotServer(app, host)
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:

@@ -1,8 +1,10 @@
-"""Settings of address, limits and embedded transport."""
+"""Settings of address, limits, LeRobot's port and embedded transport."""
 
-from pydantic import Field
+from typing import Self
 
-from service.setting_types import Common, Group, Names, Seconds
+from pydantic import Field, model_validator
+
+from service.setting_types import Common, Group, Names, Networks, Private, Seconds, conflict
 
 
 class LimitSettings(Group):
@@ -68,6 +70,39 @@ def format_url(host: str, port: int) -> str:
     """Return the HTTP URL of an address, with a loopback host in place of the host for all interfaces."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class LerobotSettings(Group):
+    """Robots of LeRobot."""
+
+    lerobot_port: Common[int | None] = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port for LeRobot's robot_client (gRPC); 0 takes a free port. This protocol has no keys: a robot "
+        "that reaches the port needs no key, and its session has no owner.",
+    )
+    lerobot_allow: Common[Networks] = Field(
+        default=(),
+        description="Networks of robots that may use lerobot_port, as 192.168.1.0/24; default: all that have a "
+        "certificate, or this machine. A server for other machines requires networks or certificates.",
+    )
+    lerobot_tls_cert: Private[str | None] = Field(
+        default=None, description="PEM file with the certificate of lerobot_port, for robots with certificates (mTLS)"
+    )
+    lerobot_tls_key: Private[str | None] = Field(
+        default=None, description="PEM file with the private key of lerobot_tls_cert"
+    )
+    lerobot_tls_client_ca: Private[str | None] = Field(
+        default=None, description="PEM file with the certificates of the authorities that sign the robots' certificates"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        files = {name: getattr(self, name) for name in ("lerobot_tls_cert", "lerobot_tls_key", "lerobot_tls_client_ca")}
+        if len({file is None for file in files.values()}) > 1:
+            raise conflict(files, "all three files, or none")
+        return self
 
 
 class TransportSettings(Group):

@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -352,7 +352,7 @@ def run(
     app: Sanic[Any, Any],
     listener: socket.socket,
     started: Callable[[str], None],
-    second: tuple[Sanic[Any, Any], socket.socket] | None = None,
+    others: Sequence[AbstractAsyncContextManager[object]] = (),
     watchdog: LoopWatchdog | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP (unless under nohup); ``started`` gets the URL when the server answers.
@@ -360,7 +360,7 @@ def run(
     A second signal ends the process at once, except SIGHUP. If the event loop is blocked, a guard process kills it.
 
     Args:
-        second: another app of the process with its own port; it ends first.
+        others: servers of other ports of the process, which begin after the app and end before it.
         watchdog: measures the event loop; None only logs.
     """
     # With Python's default, another thread may delay the event loop by 5 ms.
@@ -389,8 +389,8 @@ def run(
         try:
             async with AsyncExitStack() as served:
                 url = await served.enter_async_context(serve_app(app, listener))
-                if second is not None:
-                    await served.enter_async_context(serve_app(*second))
+                for other in others:
+                    await served.enter_async_context(other)
                 is_started = True
                 watchdog.start()  # imports during the start block the loop, but no robot moves before
                 started(url)

@@ -149,7 +149,7 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
 # One core remains for ticks while clients send many pictures. The threads have the event loop's priority. Pictures are
 # decoded exactly: at half the size, libjpeg takes a fifth less time and changes the input of a 224x224 policy by up to
 # 65 of 255 (benchmarks/picture_decoding.py).
-_DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 16), 1), "pictures")
+DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 16), 1), "pictures")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
 _LATEST_TIMESTAMP = 1e11  # Seconds; a larger float64 cannot represent milliseconds.
@@ -205,7 +205,7 @@ class ClientObservation:
         loop = asyncio.get_running_loop()
         images = await asyncio.gather(
             *(
-                loop.run_in_executor(_DECODERS, decode_image, name, file, spec.max_pixels)
+                loop.run_in_executor(DECODERS, decode_image, name, file, spec.max_pixels)
                 for name, file in self.files.items()
             )
         )

@@ -77,6 +77,8 @@ def test_lists_and_tables_have_a_form_for_each_source(monkeypatch):
         ({"joint_ranges": '{"a": [2, 1]}'}, "wanted low below high for a"),
         ({"joint_ranges": '{"a": [2, "x"]}'}, "joint_ranges.a.1 (flag --joint-ranges): found 'x'"),
         ({"frame_age_limit": "0"}, "frame_age_limit (flag --frame-age-limit): found '0'; wanted greater than 0"),
+        ({"lerobot_allow": "10.0.0.5/24"}, "lerobot_allow (flag --lerobot-allow): found '10.0.0.5/24'; wanted"),
+        ({"lerobot_tls_cert": "a.pem"}, "wanted all three files, or none"),
         ({"placement": "shard"}, "placement (flag --placement): found shard without devices"),
         ({"rate": "300"}, "rate (flag --rate) and max_rate (default): found 300 and 200; wanted rate <= max_rate"),
         (

@@ -62,7 +62,7 @@ async def server(serve):
 async def test_pictures_of_all_moments_are_decoded_in_parallel(server, monkeypatch) -> None:
     """A decoder waits until two others decode, too."""
     barrier, decode = threading.Barrier(3), observation.decode_image
-    monkeypatch.setattr(observation, "_DECODERS", ThreadPoolExecutor(3))
+    monkeypatch.setattr(observation, "DECODERS", ThreadPoolExecutor(3))
     monkeypatch.setattr(observation, "decode_image", lambda *arguments: barrier.wait(10) >= 0 and decode(*arguments))
     files = []
     for moment in (1, 2, 3):

@@ -76,6 +76,7 @@ main()
     [
         ("mujoco", ("demo", "--episodes", "1"), "sim"),
         ("pyarrow", ("replay", "no.mcap", "--policy", "no"), "recording"),
+        ("grpc", ("serve", "--port", "0", "--lerobot-port", "0"), "lerobot"),
     ],
 )
 def test_command_without_its_extra_names_the_missing_packages(environment, missing, arguments, extra):
@@ -109,6 +110,13 @@ def test_exit_codes(call, tmp_path, arguments, code, messages):
     result = call(*arguments, ROBOJAX_PORT="x", HF_HUB_OFFLINE="1", ROBOJAX_COMPILE_CACHE="off")
     assert (result.returncode, result.stdout) == (code, "")
     assert [text for text in messages if text not in result.stderr] == []
+
+
+def test_serve_for_robots_of_any_address_is_refused(robojax):
+    result = robojax("serve", "--port", "0", "--host", "0.0.0.0", "--insecure", "--lerobot-port", "0")
+    assert (result.returncode, result.stdout) == (2, "")
+    flags = ("--lerobot-allow", "--lerobot-tls-cert", "--host 127.0.0.1")
+    assert [flag for flag in flags if flag not in result.stderr] == []
 
 
 @pytest.mark.parametrize("after", [0.0, 0.5], ids=["at once", "while jax is imported"])

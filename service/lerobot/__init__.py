@@ -1,0 +1,1 @@
+"""Wire formats of LeRobot's gRPC service for robots, ``lerobot.async_inference``."""

@@ -1,0 +1,439 @@
+"""Pickles that LeRobot's robots and servers exchange, read and written without the pickle module.
+
+A client of LeRobot 0.3 to 0.6 sends pickled ``RemotePolicyConfig`` and ``TimedObservation`` objects, and expects a
+pickled list of ``TimedAction``. Unpickling runs code that the sender chooses. The reader here interprets only the
+opcodes and globals of these objects, so nothing is imported or called by name.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.errors import InvalidRequest, PolicyFailed, TooLarge
+
+# Module paths of the pickled classes: since 0.4, and before.
+CLIENT_MODULES = ("lerobot.async_inference.helpers", "lerobot.scripts.server.helpers")
+MAX_BYTES = 32 << 20  # Two 1080p cameras take 12 MB.
+MAX_TIMESTEP = 1 << 30  # A year at 30 actions per second; the reply has timesteps as int32.
+MAX_REPLY = (4 << 20) - 16  # LeRobot's gRPC channel accepts messages below 4 MiB; the message adds a few bytes.
+_MAX_OPCODES = 4096  # An observation has at most 10 per joint and 40 per camera. They are read in 20 ms.
+_MAX_TEXT = 1 << 18  # Bytes of all texts, because a text in memory may take four times as many.
+_MAX_DEPTH = 16
+
+_B, _H, _I, _Q = (struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
+# Opcode to the format of its length, of its number, or of its index of the memo.
+_TEXTS = {b"\x8c": _B, b"X": _I, b"\x8d": _Q}  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+_DATA = {b"C": _B, b"B": _I, b"\x8e": _Q, b"\x96": _Q}  # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
+_NUMBERS = {b"K": _B, b"M": _H, b"J": struct.Struct("<i"), b"G": struct.Struct(">d")}
+_MEMO_INDEXES = {b"h": _B, b"j": _I}  # BINGET, LONG_BINGET
+_CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
+_TUPLES = {b")": 0, b"\x85": 1, b"\x86": 2, b"\x87": 3}
+_CODES = ("u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8")  # Dtypes of numbers: neither bool nor object.
+_CONFIG_FIELDS = {"policy_type": str, "pretrained_name_or_path": str, "lerobot_features": dict}
+_CONFIG_FIELDS |= {"actions_per_chunk": int, "device": str, "rename_map": dict}
+_OBSERVATION_FIELDS = {"timestamp": float, "timestep": int, "observation": dict, "must_go": bool}
+_NEWOBJ, _REDUCE = b"\x81", b"R"
+
+
+@dataclass(frozen=True)
+class _Global:
+    module: str
+    name: str
+
+
+# Accepted globals, and the opcode that makes an object of each.
+_GLOBALS = {_Global("numpy", "ndarray"): None, _Global("numpy", "dtype"): _REDUCE} | {
+    _Global(f"numpy.{core}.{module}", name): _REDUCE
+    for core in ("_core", "core")
+    for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
+}
+_GLOBALS |= {
+    _Global(module, name): _NEWOBJ for module in CLIENT_MODULES for name in ("RemotePolicyConfig", "TimedObservation")
+}
+
+
+@dataclass(eq=False)
+class _Object:
+    """Description of an object of a pickle, which is not made."""
+
+    type: _Global
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class RobotPolicyRequest:
+    """A robot's request for a policy: LeRobot's ``RemotePolicyConfig``.
+
+    The client accepts any texts. Do not download a path because a robot names it.
+
+    Attributes:
+        policy_type: kind of policy, such as ``act``.
+        path: the policy's name or folder, LeRobot's ``pretrained_name_or_path``.
+        features: name of a feature to its ``dtype``, ``shape`` and ``names``, as the client sent them.
+        actions_per_chunk: largest number of actions of a reply.
+        device: device on which the client wants the policy to run.
+        renames: feature of the robot to feature of the policy.
+        module: module path of the client's classes; its replies need the same.
+    """
+
+    policy_type: str
+    path: str
+    features: Mapping[str, Mapping[str, Any]]
+    actions_per_chunk: int
+    device: str
+    renames: Mapping[str, str]
+    module: str
+
+
+@dataclass(frozen=True)
+class RobotObservation:
+    """What a robot observed at one time: LeRobot's ``TimedObservation``.
+
+    Attributes:
+        timestamp: the client's clock, in seconds since 1970.
+        timestep: number of the last action that the robot executed; 0 at the start.
+        must_go: whether the robot has no actions left, so this observation must be answered.
+        values: name to value of each joint and other number, in the robot's units.
+        images: name of a camera to its uint8 or uint16 image (height, width, channels), a read-only view of the pickle.
+        task: instruction for the policy; may be empty.
+        module: module path of the client's classes; its replies need the same.
+    """
+
+    timestamp: float
+    timestep: int
+    must_go: bool
+    values: Mapping[str, float]
+    images: Mapping[str, np.ndarray]
+    task: str
+    module: str
+
+
+def read_policy_request(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotPolicyRequest:
+    """Read a pickled ``RemotePolicyConfig``.
+
+    Args:
+        data: the pickle, protocol 4 or 5.
+        max_bytes: largest accepted size of the pickle.
+
+    Raises:
+        InvalidRequest: the pickle is malformed, has an opcode, global or value that is not accepted, or another object.
+        TooLarge: the pickle has too many bytes, opcodes or values.
+    """
+    record = _read_record(data, max_bytes, "RemotePolicyConfig")
+    record.state.setdefault("rename_map", {})  # LeRobot 0.3 does not have this field.
+    policy_type, path, features, steps, device, renames = _get_fields(record, _CONFIG_FIELDS)
+    _check(steps > 0, "actions_per_chunk", steps, "a positive integer")
+    for name, value in features.items():
+        _check(isinstance(value, dict), name, value, "a dict")
+    for name, value in renames.items():
+        _check(isinstance(value, str), name, value, "a str")
+    _check_plain(features)
+    return RobotPolicyRequest(policy_type, path, features, steps, device, renames, record.type.module)
+
+
+def read_observation(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotObservation:
+    """Read a pickled ``TimedObservation``; its images are views of ``data``.
+
+    Args:
+        data: the pickle, protocol 4 or 5.
+        max_bytes: largest accepted size of the pickle.
+
+    Raises:
+        InvalidRequest: the pickle is malformed, has an opcode, global or value that is not accepted, or another object.
+        TooLarge: the pickle has too many bytes, opcodes or values.
+    """
+    record = _read_record(data, max_bytes, "TimedObservation")
+    timestamp, timestep, observation, must_go = _get_fields(record, _OBSERVATION_FIELDS)
+    _check(math.isfinite(timestamp), "timestamp", timestamp, "a finite number")
+    _check(0 <= timestep <= MAX_TIMESTEP, "timestep", timestep, f"0 to {MAX_TIMESTEP}")
+    values: dict[str, float] = {}
+    images: dict[str, np.ndarray] = {}
+    task = observation.pop("task", None)
+    _check(isinstance(task, str), "task", task, "a str")
+    for name, value in observation.items():
+        array = _find_array(value)
+        if array is not None and array.dtype in (np.uint8, np.uint16) and array.ndim in (2, 3):
+            images[name] = array if array.ndim == 3 else array[..., None]
+            continue
+        number = array.item() if array is not None and array.ndim == 0 else value
+        _check(_is_number(number), name, value, "a finite number, or a uint8 or uint16 image (height, width, channels)")
+        values[name] = float(number)
+    return RobotObservation(timestamp, timestep, must_go, values, images, task, record.type.module)
+
+
+def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: float, module: str) -> bytes:
+    """Pickle an action chunk as a list of ``TimedAction``, which LeRobot's client reads as torch tensors.
+
+    Args:
+        actions: float32 actions (steps, joints) in the robot's units.
+        timestep: timestep of the first action, which is that of the observation.
+        timestamp: time of the first action, in seconds of the client's clock.
+        period: seconds between two actions.
+        module: module path of the client's classes, as read from its pickles.
+
+    Raises:
+        PolicyFailed: the chunk is empty or not float32 (steps, joints), has NaN or infinite actions, or takes 4 MiB.
+        ValueError: the module or the timestep is not accepted.
+
+    Example:
+        >>> reply = write_actions(np.zeros((8, 6), np.float32), 7, 1760000000.0, 1 / 30, CLIENT_MODULES[0])
+        >>> len(reply)
+        1350
+    """
+    if module not in CLIENT_MODULES or not 0 <= timestep <= MAX_TIMESTEP:
+        accepted = f"{' or '.join(CLIENT_MODULES)}, and 0 to {MAX_TIMESTEP}"
+        raise ValueError(f"module {module!r}, timestep {timestep}: a LeRobot client has {accepted}")
+    if actions.ndim != 2 or actions.dtype != np.float32 or not actions.size or not np.isfinite(actions).all():
+        found = f"{actions.dtype} {actions.shape} from {np.min(actions, initial=0)} to {np.max(actions, initial=0)}"
+        raise PolicyFailed(f"the actions are {found}; expected finite float32 (steps, joints)")
+    numbers = np.empty(actions.shape, [("opcode", "S1"), ("value", ">f8")])
+    numbers["opcode"], numbers["value"] = b"G", actions
+    start = _pack_global(module, "TimedAction") + b")\x81}(" + _pack_text("timestamp") + b"G"
+    action = _pack_text("action") + _pack_global("torch", "tensor") + b"]("
+    parts = [b"\x80\x04]("]
+    for index, row in enumerate(numbers):
+        parts += (start, struct.pack(">d", timestamp + index * period))
+        parts += (_pack_text("timestep"), _pack_integer(timestep + index), action, row.tobytes(), b"e\x85Rub")
+    reply = b"".join((*parts, b"e."))
+    if len(reply) > MAX_REPLY:
+        raise PolicyFailed(f"{len(actions)} actions take {len(reply)} bytes, and LeRobot's client accepts {MAX_REPLY}")
+    return reply
+
+
+def _pack_text(text: str) -> bytes:
+    return b"\x8c" + _B.pack(len(text)) + text.encode()
+
+
+def _pack_global(module: str, name: str) -> bytes:
+    return _pack_text(module) + _pack_text(name) + b"\x93"
+
+
+def _pack_integer(value: int) -> bytes:
+    opcode = b"K" if value < 1 << 8 else b"M" if value < 1 << 16 else b"J"
+    return opcode + _NUMBERS[opcode].pack(value)
+
+
+class _PickleReader:
+    """Stack machine for the opcodes of one pickle."""
+
+    def __init__(self, data: bytes | memoryview, max_bytes: int):
+        if len(data) > max_bytes:
+            raise TooLarge(f"the pickle has {len(data)} bytes; at most {max_bytes} are accepted")
+        self._data = memoryview(data).toreadonly()
+        self._position = self._opcode_position = 0
+        self._stack: list[Any] = []
+        self._outer_stacks: list[list[Any]] = []  # One for each open MARK.
+        self._memo: list[Any] = []
+        self._text_left = _MAX_TEXT
+
+    def read(self) -> object:
+        """Return the object of the pickle."""
+        if bytes(self._take(2)) not in (b"\x80\x04", b"\x80\x05"):
+            raise self._error("protocol 4 or 5 was expected")
+        for _ in range(_MAX_OPCODES):
+            self._opcode_position = self._position
+            opcode = bytes(self._take(1))
+            if opcode == b".":
+                if self._outer_stacks or len(self._stack) != 1 or self._position != len(self._data):
+                    raise self._error("STOP must end the data and leave one object")
+                return self._stack[0]
+            try:
+                self._run(opcode)
+            except IndexError:
+                raise self._error("the stack or the memo lacks an object") from None
+        raise TooLarge(f"the pickle has more than {_MAX_OPCODES} opcodes")
+
+    def _run(self, opcode: bytes) -> None:
+        push, pop = self._stack.append, self._stack.pop
+        match opcode:
+            case _ if opcode in _TEXTS:
+                push(self._read_text(self._unpack(_TEXTS[opcode])))
+            case _ if opcode in _DATA:
+                push(self._take(self._unpack(_DATA[opcode])))
+            case _ if opcode in _NUMBERS:
+                push(self._unpack(_NUMBERS[opcode]))
+            case b"\x8a":  # LONG1
+                push(self._read_integer(self._unpack(_B)))
+            case _ if opcode in _CONSTANTS:
+                push(_CONSTANTS[opcode])
+            case _ if opcode in _MEMO_INDEXES:
+                push(self._memo[self._unpack(_MEMO_INDEXES[opcode])])
+            case b"\x94":  # MEMOIZE
+                self._memo.append(self._stack[-1])
+            case b"\x95":  # FRAME
+                self._take(8)
+            case b"(":  # MARK
+                self._outer_stacks.append(self._stack)
+                self._stack = []
+            case _ if opcode in _TUPLES:
+                push(tuple([pop() for _ in range(_TUPLES[opcode])][::-1]))
+            case b"t":  # TUPLE
+                items = self._pop_to_mark()
+                self._stack.append(tuple(items))
+            case b"]":  # EMPTY_LIST
+                push([])
+            case b"}":  # EMPTY_DICT
+                push({})
+            case b"a" | b"e":  # APPEND, APPENDS
+                items = [pop()] if opcode == b"a" else self._pop_to_mark()
+                self._expect(list).extend(items)
+            case b"s" | b"u":  # SETITEM, SETITEMS
+                items = [pop(), pop()][::-1] if opcode == b"s" else self._pop_to_mark()
+                self._set_items(self._expect(dict), items)
+            case b"\x93":  # STACK_GLOBAL
+                name, module = pop(), pop()
+                push(self._find_global(module, name))
+            case b"\x81" | b"R":  # NEWOBJ, REDUCE
+                arguments, made = pop(), pop()
+                if not isinstance(made, _Global) or _GLOBALS[made] != opcode or not isinstance(arguments, tuple):
+                    raise self._error(f"opcode {opcode!r} cannot make {_describe(made)} from {_describe(arguments)}")
+                push(_Object(made, arguments))
+            case b"b":  # BUILD
+                state, target = pop(), self._expect(_Object)
+                if target.state is not None:
+                    raise self._error(f"{_describe(target)} has a state already")
+                target.state = state
+            case _:
+                raise self._error(f"opcode {opcode!r} is not accepted; LeRobot's clients do not send it")
+
+    def _find_global(self, module: object, name: object) -> _Global:
+        if isinstance(module, str) and isinstance(name, str) and _Global(module, name) in _GLOBALS:
+            return _Global(module, name)
+        accepted = ", ".join(map(_describe, _GLOBALS))
+        raise self._error(f"global {_describe(module)} {_describe(name)} is not accepted; accepted are {accepted}")
+
+    def _set_items(self, target: dict[str, Any], items: list[Any]) -> None:
+        if len(items) % 2:
+            raise self._error("SETITEMS has a key without a value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str) or key in target:
+                raise self._error(f"key {_describe(key)} of a dict is repeated or is not text")
+            target[key] = value
+
+    def _expect(self, kind: type) -> Any:
+        target = self._stack[-1]
+        if not isinstance(target, kind):
+            raise self._error(f"the stack has {_describe(target)}; expected {kind.__name__.strip('_').lower()}")
+        return target
+
+    def _pop_to_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._outer_stacks.pop()
+        return items
+
+    def _read_text(self, length: int) -> str:
+        self._text_left -= length
+        if self._text_left < 0:
+            raise TooLarge(f"the texts of the pickle have more than {_MAX_TEXT} bytes")
+        try:
+            return str(self._take(length), "utf-8")
+        except UnicodeDecodeError:
+            raise self._error("a text is not UTF-8") from None
+
+    def _read_integer(self, length: int) -> int:
+        if length > 8:
+            raise self._error(f"an integer has {length} bytes; at most 8 are accepted")
+        return int.from_bytes(self._take(length), "little", signed=True)
+
+    def _unpack(self, packed: struct.Struct) -> Any:
+        return packed.unpack(self._take(packed.size))[0]
+
+    def _take(self, length: int) -> memoryview:
+        start, left = self._position, len(self._data) - self._position
+        if length > left:
+            raise self._error(f"{length} bytes were expected, but {left} are left")
+        self._position += length
+        return self._data[start : self._position]
+
+    def _error(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"pickle, opcode at byte {self._opcode_position}: {what}")
+
+
+def _read_record(data: bytes | memoryview, max_bytes: int, name: str) -> _Object:
+    record = _PickleReader(data, max_bytes).read()
+    if not isinstance(record, _Object) or record.type.name != name or not isinstance(record.state, dict):
+        raise InvalidRequest(f"the pickle has {_describe(record)}; expected {name} with a dict of fields")
+    return record
+
+
+def _get_fields(record: _Object, types: Mapping[str, type]) -> list[Any]:
+    if different := record.state.keys() ^ types.keys():
+        names = ", ".join(_describe(name) for name in sorted(different)[:8])
+        raise InvalidRequest(f"{record.type.name} has unknown fields or lacks some: {names}")
+    for name, kind in types.items():
+        _check(type(record.state[name]) is kind, name, record.state[name], f"a {kind.__name__}")
+    return [record.state[name] for name in types]
+
+
+def _find_array(value: object) -> np.ndarray | None:
+    """Return the array or scalar that an object describes; None if it is not a valid array of numbers."""
+    match value:
+        case _Object(_Global(name="scalar"), (dtype, memoryview() as data), None):
+            shape, order = (), "C"
+        case _Object(
+            _Global(name="_frombuffer"), (memoryview() as data, dtype, tuple(shape), "C" | "F" as order), None
+        ):
+            pass
+        case _Object(
+            _Global(name="_reconstruct"),
+            (_Global(name="ndarray"), (0,), b"b"),
+            (1, tuple(shape), dtype, bool(is_fortran), memoryview() as data),
+        ):
+            order = "F" if is_fortran else "C"
+        case _:
+            return None
+    match dtype:
+        case _Object(_Global(name="dtype"), (str(code), False, True), (3, "<" | "|", None, None, None, -1, -1, 0)):
+            kind = np.dtype(f"<{code}") if code in _CODES else None
+        case _:
+            kind = None
+    if kind is None or len(shape) > 3 or any(type(size) is not int or size < 1 for size in shape):
+        return None
+    if math.prod(shape) * kind.itemsize != len(data):
+        return None
+    return np.frombuffer(data, kind).reshape(shape, order=order)
+
+
+def _check(is_valid: bool, name: str, value: object, expected: str) -> None:
+    if not is_valid:
+        raise InvalidRequest(f"{_describe(name)} is {_describe(value)}; expected {expected}")
+
+
+def _check_plain(features: object) -> None:
+    """Raise an error unless the value has only containers, texts and numbers, and does not contain itself."""
+    level, count = [features], 0
+    for _ in range(_MAX_DEPTH):
+        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        for each in level:
+            is_plain = isinstance(each, dict | list | tuple | str | bool | None) or _is_number(each)
+            _check(is_plain, "a value of lerobot_features", each, "text or a finite number")
+        count += sum(map(len, containers))
+        if count > _MAX_OPCODES:
+            raise TooLarge(f"lerobot_features has more than {_MAX_OPCODES} values")
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return
+    raise InvalidRequest(f"lerobot_features is nested deeper than {_MAX_DEPTH}, or contains itself")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _describe(value: object) -> str:
+    """Return a short text for a message; a container by its type only, because it may contain itself."""
+    match value:
+        case str():
+            return repr(value[:80])[:80]
+        case int() | float() | None:
+            return repr(value)
+        case _Global(module, name):
+            return f"{module} {name}"
+        case _Object(kind):
+            return f"an object of {_describe(kind)}"
+        case _:
+            return f"a {type(value).__name__}"

@@ -1,0 +1,188 @@
+"""A robot of LeRobot's client: the session that it needs, its observations, and the action chunks that answer them."""
+
+import asyncio
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmodels import Requirements
+from service.control.joints import JointTable
+from service.errors import InvalidRequest
+from service.lerobot import pickles
+from service.lerobot.pickles import RobotObservation, RobotPolicyRequest
+from service.sessions.request import DIRECT, NewSession
+from service.streaming import observation
+from service.streaming.direct_inference import DirectInference
+from service.streaming.observation import ClientObservation
+
+POLL_TIMEOUT = 2.0  # Seconds that GetActions waits for an observation, as LeRobot's server.
+# Distance of two states, in shares of the joints' ranges, below which the second state adds nothing. LeRobot's server
+# compares the distance with 1 in the robot's unit: this share of -100..100, but 57 degrees if the unit is radians.
+SIMILAR_SHARE = 0.005
+_STATE, _CAMERA = "observation.state", "observation.images."
+# Instruction of a session until the first observation, because LeRobot's client sends the task with observations only.
+_NO_TASK = "(no task yet)"
+
+
+def make_session_request(
+    request: RobotPolicyRequest, requirements: Requirements, session_id: str, revision: str | None
+) -> NewSession:
+    """Return the request of a robot's session, as for ``POST /sessions``.
+
+    Args:
+        requirements: requirements of the requested policy.
+        session_id: id of the session.
+        revision: revision of a policy from the Hub.
+
+    Raises:
+        InvalidRequest: the features have no names of joints.
+    """
+    cameras = tuple(name.removeprefix(_CAMERA) for name in request.features if name.startswith(_CAMERA))
+    renamed = ((policy.removeprefix(_CAMERA), robot.removeprefix(_CAMERA)) for robot, policy in request.renames.items())
+    return NewSession(
+        session_id,
+        request.path,
+        DIRECT,
+        cameras,
+        policy_type=request.policy_type,
+        language_instruction=_NO_TASK if requirements.language else None,
+        revision=revision,
+        # The client executes actions by position, so the names are also the check of their order.
+        joint_names=_read_joint_names(request) if requirements.controls_joints else None,
+        rename={policy: robot for policy, robot in renamed if robot in cameras} or None,
+    )
+
+
+def _read_joint_names(request: RobotPolicyRequest) -> tuple[str, ...]:
+    names = request.features.get(_STATE, {}).get("names")
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise InvalidRequest(f"lerobot_features: {_STATE} has no names; wanted the names of the robot's joints")
+    return tuple(names)
+
+
+class _Arrival(NamedTuple):
+    """An accepted observation, the measured state (a,), and the monotonic time of its arrival."""
+
+    received: RobotObservation
+    observed: ClientObservation
+    state: np.ndarray
+    at: float
+
+
+class RobotExchange:
+    """Observations of one robot, of which the newest waits, and the chunks that answer them.
+
+    Args:
+        inference: inference of the robot's session.
+        request: the robot's request for a policy.
+        max_age: seconds after which a waiting observation is too old for an inference.
+    """
+
+    def __init__(self, inference: DirectInference, request: RobotPolicyRequest, max_age: float):
+        self._inference = inference
+        self._request = request
+        self._joint_names = _read_joint_names(request)
+        self._max_age = max_age
+        self._waiting: _Arrival | None = None
+        self._has_arrived = asyncio.Event()
+        self._inferred: _Arrival | None = None  # The newest observation of an inference.
+        self._chunk: tuple[int, int] | None = None  # Timestep and number of actions of the newest chunk.
+        # Whether the next observation is not filtered. The client marks one observation as ``must_go`` and repeats that
+        # only after a chunk, so the mark stays until a chunk is sent.
+        self._is_answer_due = True
+
+    async def take_observation(self, received: RobotObservation, received_at: float) -> None:
+        """Let an observation wait for the next chunk, instead of an older one, unless it adds nothing.
+
+        Args:
+            received_at: monotonic time of its arrival.
+
+        Raises:
+            MoveRefused: the session was stopped, or runs no policy.
+            InvalidRequest: the observation does not fit the policy.
+        """
+        self._inference.check_not_stopped()
+        observed = self._read_observation(received)
+        spec = self._inference.observation_spec()
+        arrival = _Arrival(received, observed, observed.get_pose(spec)[0], received_at)
+        self._is_answer_due |= received.must_go
+        if self._is_answer_due or not self._is_known(arrival, spec.joints):
+            skipped, self._waiting = self._waiting, None
+        else:
+            skipped = arrival
+        if skipped is not None:
+            await self._inference.observe(skipped.observed, skipped.at)
+        if skipped is not arrival:
+            self._waiting = arrival
+            self._has_arrived.set()
+
+    async def next_chunk(self) -> bytes:
+        """Return the pickled chunk for the next observation; nothing if none arrives in ``POLL_TIMEOUT`` seconds.
+
+        Raises:
+            MoveRefused: the session was stopped, or runs no policy.
+            ServiceError: as ``DirectInference.infer``.
+        """
+        robot_io = self._inference.check_not_stopped()[1]
+        arrival = await self._wait_observation()
+        if arrival is None:
+            self._inference.check_not_stopped()
+            return b""
+        received, self._inferred = arrival.received, arrival
+        self._is_answer_due = True  # Also if the inference fails.
+        trace = await self._inference.infer(arrival.observed, self._count_executed(received), observed_at=arrival.at)
+        actions = trace.actions[: self._request.actions_per_chunk]
+        period = 1 / robot_io.controller.config.action_rate
+        chunk = pickles.write_actions(actions, received.timestep, received.timestamp, period, received.module)
+        self._chunk, self._is_answer_due = (received.timestep, len(actions)), False
+        return chunk
+
+    def _read_observation(self, received: RobotObservation) -> ClientObservation:
+        if missing := [name for name in self._joint_names if name not in received.values]:
+            raise InvalidRequest(f"the observation lacks {missing[:8]}; wanted the joints of the policy instructions")
+        session, task = self._inference.session, received.task.strip()
+        if not task and session.new.language_instruction == _NO_TASK:
+            raise InvalidRequest('the policy follows instructions; start robot_client with --task="pick up the cube"')
+        message = {
+            "images": received.images,
+            "state": [received.values[name] for name in self._joint_names],
+            "prompt": task or None,
+            "timestamp": received.timestamp,
+        }
+        return observation.read_observation(message, self._inference.observation_spec(), is_complete=True)
+
+    def _is_known(self, arrival: _Arrival, joints: JointTable) -> bool:
+        """Return whether a chunk for this observation would repeat the last chunk."""
+        before = self._inferred
+        if before is None:
+            return False
+        low, high = joints.ranges
+        moved = np.abs(arrival.state - before.state)
+        # Any motion of a joint of unknown range counts.
+        shares = np.where(np.isfinite(high - low), moved / (high - low), np.sign(moved))
+        is_similar = float(np.linalg.norm(shares)) < SIMILAR_SHARE
+        return arrival.received.timestep <= before.received.timestep or is_similar
+
+    async def _wait_observation(self) -> _Arrival | None:
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT):
+                while True:
+                    await self._has_arrived.wait()
+                    self._has_arrived.clear()
+                    arrival, self._waiting = self._waiting, None
+                    if arrival is not None and time.monotonic() - arrival.at <= self._max_age:
+                        return arrival
+                    self._is_answer_due |= arrival is not None  # A newer observation is needed.
+        except TimeoutError:
+            return None
+
+    def _count_executed(self, received: RobotObservation) -> int | None:
+        """Return how many actions of the last chunk precede this observation; None for an arm at rest.
+
+        The client mixes overlapping chunks, so the executed actions are close to the last chunk's, but not equal.
+        """
+        if received.must_go or self._chunk is None:
+            return None  # The client's queue is empty.
+        executed = received.timestep - self._chunk[0]
+        return executed if 0 <= executed <= self._chunk[1] else None
