@@ -19,6 +19,7 @@ from service.errors import InvalidRequest, PolicyFailed, TooLarge
 CLIENT_MODULES = ("lerobot.async_inference.helpers", "lerobot.scripts.server.helpers")
 MAX_BYTES = 32 << 20  # Two 1080p cameras take 12 MB.
 MAX_TIMESTEP = 1 << 30  # A year at 30 actions per second; the reply has timesteps as int32.
+EXECUTED = -1  # Timestep of an action that each client drops, because it begins with the timestep 0.
 MAX_REPLY = (4 << 20) - 16  # LeRobot's gRPC channel accepts messages below 4 MiB; the message adds a few bytes.
 _MAX_OPCODES = 4096  # An observation has at most 10 per joint and 40 per camera. They are read in 20 ms.
 _MAX_TEXT = 1 << 18  # Bytes of all texts, because a text in memory may take four times as many.
@@ -171,7 +172,7 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
 
     Args:
         actions: float32 actions (steps, joints) in the robot's units.
-        timestep: timestep of the first action, which is that of the observation.
+        timestep: timestep of the first action, which is that of the observation, or `EXECUTED`.
         timestamp: time of the first action, in seconds of the client's clock.
         period: seconds between two actions.
         module: module path of the client's classes, as read from its pickles.
@@ -185,7 +186,7 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         >>> len(reply)
         1350
     """
-    if module not in CLIENT_MODULES or not 0 <= timestep <= MAX_TIMESTEP:
+    if module not in CLIENT_MODULES or not EXECUTED <= timestep <= MAX_TIMESTEP:
         accepted = f"{' or '.join(CLIENT_MODULES)}, and 0 to {MAX_TIMESTEP}"
         raise ValueError(f"module {module!r}, timestep {timestep}: a LeRobot client has {accepted}")
     if actions.ndim != 2 or actions.dtype != np.float32 or not actions.size or not np.isfinite(actions).all():
@@ -214,7 +215,7 @@ def _pack_global(module: str, name: str) -> bytes:
 
 
 def _pack_integer(value: int) -> bytes:
-    opcode = b"K" if value < 1 << 8 else b"M" if value < 1 << 16 else b"J"
+    opcode = b"K" if 0 <= value < 1 << 8 else b"M" if 0 <= value < 1 << 16 else b"J"
     return opcode + _NUMBERS[opcode].pack(value)
 
 

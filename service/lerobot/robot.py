@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxmodels import Requirements
 from service.control.joints import JointTable
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, MoveRefused
 from service.lerobot import pickles
 from service.lerobot.pickles import RobotObservation, RobotPolicyRequest
 from service.sessions.request import DIRECT, NewSession
@@ -17,6 +18,7 @@ from service.streaming.direct_inference import DirectInference
 from service.streaming.observation import ClientObservation
 
 POLL_TIMEOUT = 2.0  # Seconds that GetActions waits for an observation, as LeRobot's server.
+_STOP_CHECK_INTERVAL = 0.02  # Seconds between checks for a stop, while GetActions waits.
 # Distance of two states, in shares of the joints' ranges, below which the second state adds nothing. LeRobot's server
 # compares the distance with 1 in the robot's unit: this share of -100..100, but 57 degrees if the unit is radians.
 SIMILAR_SHARE = 0.005
@@ -86,8 +88,8 @@ class RobotExchange:
         self._max_age = max_age
         self._waiting: _Arrival | None = None
         self._has_arrived = asyncio.Event()
-        self._inferred: _Arrival | None = None  # The newest observation of an inference.
-        self._chunk: tuple[int, int] | None = None  # Timestep and number of actions of the newest chunk.
+        self._inferred: _Arrival | None = None  # The observation of the newest chunk.
+        self._chunk: np.ndarray | None = None  # The newest chunk (t, a), as sent.
         # Whether the next observation is not filtered. The client marks one observation as ``must_go`` and repeats that
         # only after a chunk, so the mark stays until a chunk is sent.
         self._is_answer_due = True
@@ -120,23 +122,40 @@ class RobotExchange:
     async def next_chunk(self) -> bytes:
         """Return the pickled chunk for the next observation; nothing if none arrives in ``POLL_TIMEOUT`` seconds.
 
+        The first answer after a stop ends the plan that the client executes. Later ones are errors.
+
         Raises:
             MoveRefused: the session was stopped, or runs no policy.
             ServiceError: as ``DirectInference.infer``.
         """
+        try:
+            return await self._infer_next()
+        except MoveRefused:
+            if self._chunk is None:
+                raise
+            return self._end_plan()
+
+    def _end_plan(self) -> bytes:
+        """Return an answer that replaces all actions that wait in the client, by one that it drops as executed."""
+        assert self._chunk is not None
+        assert self._inferred is not None
+        received, chunk = self._inferred.received, self._chunk
+        self._waiting = self._chunk = None
+        return pickles.write_actions(chunk[:1], pickles.EXECUTED, received.timestamp, 0.0, received.module)
+
+    async def _infer_next(self) -> bytes:
         robot_io = self._inference.check_not_stopped()[1]
         arrival = await self._wait_observation()
         if arrival is None:
-            self._inference.check_not_stopped()
             return b""
-        received, self._inferred = arrival.received, arrival
+        received = arrival.received
         self._is_answer_due = True  # Also if the inference fails.
         trace = await self._inference.infer(arrival.observed, self._count_executed(received), observed_at=arrival.at)
         actions = trace.actions[: self._request.actions_per_chunk]
         period = 1 / robot_io.controller.config.action_rate
-        chunk = pickles.write_actions(actions, received.timestep, received.timestamp, period, received.module)
-        self._chunk, self._is_answer_due = (received.timestep, len(actions)), False
-        return chunk
+        answer = pickles.write_actions(actions, received.timestep, received.timestamp, period, received.module)
+        self._inferred, self._chunk, self._is_answer_due = arrival, actions, False
+        return answer
 
     def _read_observation(self, received: RobotObservation) -> ClientObservation:
         if missing := [name for name in self._joint_names if name not in received.values]:
@@ -165,24 +184,26 @@ class RobotExchange:
         return arrival.received.timestep <= before.received.timestep or is_similar
 
     async def _wait_observation(self) -> _Arrival | None:
-        try:
-            async with asyncio.timeout(POLL_TIMEOUT):
-                while True:
+        """Return the waiting observation, or None after ``POLL_TIMEOUT`` seconds; raises MoveRefused at a stop."""
+        end = time.monotonic() + POLL_TIMEOUT
+        while time.monotonic() < end:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_CHECK_INTERVAL):
                     await self._has_arrived.wait()
-                    self._has_arrived.clear()
-                    arrival, self._waiting = self._waiting, None
-                    if arrival is not None and time.monotonic() - arrival.at <= self._max_age:
-                        return arrival
-                    self._is_answer_due |= arrival is not None  # A newer observation is needed.
-        except TimeoutError:
-            return None
+            self._inference.check_not_stopped()
+            self._has_arrived.clear()
+            arrival, self._waiting = self._waiting, None
+            if arrival is not None and time.monotonic() - arrival.at <= self._max_age:
+                return arrival
+            self._is_answer_due |= arrival is not None  # A newer observation is needed.
+        return None
 
     def _count_executed(self, received: RobotObservation) -> int | None:
         """Return how many actions of the last chunk precede this observation; None for an arm at rest.
 
         The client mixes overlapping chunks, so the executed actions are close to the last chunk's, but not equal.
         """
-        if received.must_go or self._chunk is None:
+        if received.must_go or self._chunk is None or self._inferred is None:
             return None  # The client's queue is empty.
-        executed = received.timestep - self._chunk[0]
-        return executed if 0 <= executed <= self._chunk[1] else None
+        executed = received.timestep - self._inferred.received.timestep
+        return executed if 0 <= executed <= len(self._chunk) else None

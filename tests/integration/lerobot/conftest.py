@@ -158,7 +158,7 @@ class RobotClient:
 
     async def run(self, steps: int) -> None:
         """Run both loops of the client until it has executed this number of actions."""
-        receiver = asyncio.create_task(self._receive())
+        receiver = asyncio.create_task(self.receive())
         try:
             async with asyncio.timeout(60):
                 while len(self.executed) < steps:
@@ -182,7 +182,7 @@ class RobotClient:
     def latest(self) -> int:
         return self.executed[-1][0] if self.executed else -1
 
-    async def _receive(self) -> None:
+    async def receive(self) -> None:
         while True:
             if not (chunk := await self.get_actions()):
                 continue

@@ -215,7 +215,10 @@ async def test_an_emergency_stop_ends_actions_until_its_reset(server) -> None:
     async with server.started() as client:
         await client.observe()
         assert await client.get_actions()
+        waiting = asyncio.create_task(client.get_actions())
         expect_ok(await server.call("POST", "/sessions/lerobot-127.0.0.1-1/emergency_stop"))
+        # The answer replaces the actions that the client has by one that it drops.
+        assert [action.timestep for action in await waiting] == [-1]
         await expect_error(client.observe(1, must_go=True), StatusCode.FAILED_PRECONDITION, "emergency stop")
         await expect_error(client.get_actions(), StatusCode.FAILED_PRECONDITION, "emergency stop")
         async with server.connect() as other:
@@ -232,6 +235,17 @@ async def test_a_stop_during_a_poll_sends_no_actions(server) -> None:
         waiting = asyncio.create_task(client.get_actions())
         expect_ok(await server.call("POST", "/debug/emergency_stop"))
         await expect_error(waiting, StatusCode.FAILED_PRECONDITION, "emergency stop")
+
+
+async def test_a_stop_ends_the_plan_that_a_robot_executes(server) -> None:
+    async with server.started() as client:
+        await client.observe(must_go=True)
+        receiving = asyncio.create_task(client.receive())
+        await until(lambda: client.queue)
+        expect_ok(await server.call("POST", "/debug/emergency_stop"))
+        with pytest.raises(grpc.RpcError):
+            await receiving  # It fails after the answer that replaces the plan.
+        assert client.queue == {}
 
 
 async def test_a_reset_stop_ends_with_new_instructions_only(server) -> None:
