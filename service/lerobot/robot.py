@@ -136,7 +136,7 @@ class RobotExchange:
             return self._end_plan()
 
     def _end_plan(self) -> bytes:
-        """Return an answer that replaces all actions that wait in the client, by one that it drops as executed."""
+        """Return an answer that empties the client's queue: it replaces the actions there, and its own is dropped."""
         assert self._chunk is not None
         assert self._inferred is not None
         received, chunk = self._inferred.received, self._chunk
