@@ -141,6 +141,15 @@ def test_depth_images_without_channels_get_one(module: str) -> None:
     np.testing.assert_array_equal(observation.images["depth"], depth[..., None])
 
 
+def test_a_time_of_sending_is_ignored_and_another_field_is_refused(module: str) -> None:
+    observation = TimedObservation(1.5, 3, {"task": ""}, True)
+    observation.client_send_timestamp = 2.5  # type: ignore[attr-defined]
+    assert read_observation(pickle.dumps(observation, 4)).timestep == 3
+    observation.units = "radians"  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequest, match="unknown fields or lacks some: 'units'"):
+        read_observation(pickle.dumps(observation, 4))
+
+
 def test_names_of_numpy_1_are_accepted() -> None:
     for name, function in (("timed_observation.p4", "multiarray"), ("timed_observation.p5", "numeric")):
         old, new = f"numpy._core.{function}".encode(), f"numpy.core.{function}".encode()
@@ -172,7 +181,7 @@ def test_reply_has_the_bytes_that_lerobot_executed() -> None:
     assert write_actions(ACTIONS, 7, 1760000000.125, 1 / 30, CLIENT_MODULES[0]) == golden("reply_hand_torch_tensor.p4")
 
 
-@pytest.mark.parametrize("timestep", [0, 250, 65_530, MAX_TIMESTEP])
+@pytest.mark.parametrize("timestep", [EXECUTED, 0, 250, 65_530, MAX_TIMESTEP])
 def test_pickle_reads_the_reply(timestep: int, module: str) -> None:
     timed = pickle.loads(write_actions(ACTIONS, timestep, 10.0, 0.25, module))
     assert [type(each).__name__ for each in timed] == ["TimedAction"] * 8
@@ -209,7 +218,7 @@ def test_reply_stays_below_the_clients_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("timestep", "module"), [(-1, CLIENT_MODULES[0]), (MAX_TIMESTEP + 1, CLIENT_MODULES[0]), (0, "os")]
+    ("timestep", "module"), [(-2, CLIENT_MODULES[0]), (MAX_TIMESTEP + 1, CLIENT_MODULES[0]), (0, "os")]
 )
 def test_reply_needs_a_timestep_and_a_module_of_the_client(timestep: int, module: str) -> None:
     with pytest.raises(ValueError, match="a LeRobot client has"):
