@@ -187,7 +187,7 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         1350
     """
     if module not in CLIENT_MODULES or not EXECUTED <= timestep <= MAX_TIMESTEP:
-        accepted = f"{' or '.join(CLIENT_MODULES)}, and 0 to {MAX_TIMESTEP}"
+        accepted = f"{' or '.join(CLIENT_MODULES)}, and {EXECUTED} to {MAX_TIMESTEP}"
         raise ValueError(f"module {module!r}, timestep {timestep}: a LeRobot client has {accepted}")
     if actions.ndim != 2 or actions.dtype != np.float32 or not actions.size or not np.isfinite(actions).all():
         found = f"{actions.dtype} {actions.shape} from {np.min(actions, initial=0)} to {np.max(actions, initial=0)}"

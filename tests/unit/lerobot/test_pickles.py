@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidRequest, PolicyFailed, TooLarge
-from service.lerobot.pickles import CLIENT_MODULES, MAX_TIMESTEP, read_observation, read_policy_request, write_actions
+from service.lerobot.pickles import (
+    CLIENT_MODULES,
+    EXECUTED,
+    MAX_TIMESTEP,
+    read_observation,
+    read_policy_request,
+    write_actions,
+)
 from tools import house
 
 GOLDEN = Path("tests/golden/lerobot_async_grpc")
