@@ -14,7 +14,7 @@ SERVERS := postgresql nginx-light caddy chromium
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-peers docs notebooks faults lint licences types setup setup-dev peers rendering servers packages clean
+.PHONY: help demo test test-peers docs notebooks faults lint licences types setup setup-dev peers lerobot rendering servers packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -106,6 +106,16 @@ $(VENV)/.robojax-gpu: $(VENV)/.robojax-dev
 	@$(BIN)/python -c '$(PACKAGES)' > "$$($(VENV)/gpu/bin/python -c '$(PACKAGES)')/robojax.pth"
 	@$(VENV)/gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $$($(BIN)/python -c '$(PLUGINS)') 'nvidia-cuda-nvcc<14' 'nvidia-nvvm<14' 'nvidia-nvjitlink<14'
+	@touch $@
+
+# LeRobot 0.6 needs Python 3.12, in an environment of its own with PyTorch of another version.
+LEROBOT_PYTHON ?= $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),$(shell $(python) -c '' 2>/dev/null && echo $(python))))
+lerobot: $(VENV)/.robojax-lerobot ## LeRobot 0.6.1, for tests with its own robot client
+$(VENV)/.robojax-lerobot: $(BIN)/python
+	@test -n '$(LEROBOT_PYTHON)' || { echo "robojax: LeRobot needs Python 3.12. Install it, or name it: make lerobot LEROBOT_PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "robojax: installing LeRobot (some minutes)"
+	@$(LEROBOT_PYTHON) -m venv $(VENV)/lerobot
+	@$(VENV)/lerobot/bin/python -m pip install --quiet --disable-pip-version-check 'lerobot[async]==0.6.1'
 	@touch $@
 
 # Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.

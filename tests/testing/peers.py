@@ -19,12 +19,17 @@ OPENPI_PYTHON = Path(
 )
 # The plugin that compiles for GPUs has one, too, because JAX looks for a GPU wherever the plugin is installed.
 GPU_PYTHON = Path(os.environ.get("ROBOJAX_GPU_PYTHON", Path(__file__).parents[2] / ".venv" / "gpu" / "bin" / "python"))
+# LeRobot needs Python 3.12, and PyTorch of another version.
+LEROBOT_PYTHON = Path(
+    os.environ.get("ROBOJAX_LEROBOT_PYTHON", Path(__file__).parents[2] / ".venv" / "lerobot" / "bin" / "python")
+)
 INSTALL = {
     "torch": "make peers",
     "diffusers": "make peers",
     "ray": "make peers",
     "openpi-client": "make peers",
     "jax-cuda13-plugin": "make peers",
+    "lerobot": "make lerobot",
     "peft": "pip install peft",
     "flatbuffers": "pip install flatbuffers",
     "libtpu": "pip install 'jax[tpu]'",
@@ -46,6 +51,8 @@ def has_peer(name: str) -> bool:
         return OPENPI_PYTHON.exists()
     if name == "jax-cuda13-plugin":
         return GPU_PYTHON.exists()
+    if name == "lerobot":
+        return LEROBOT_PYTHON.exists()
     if name in ("nginx", "caddy", "chromium"):
         return shutil.which(name) is not None
     return find_spec(name) is not None
