@@ -98,10 +98,12 @@ def docstring_of_alias(package: str, name: str) -> str:
     return ""
 
 
-def exported_names() -> list[tuple[str, str]]:
+def exported_names() -> list[Any]:
     """Return package and name of each exported object; a package may export the names of another."""
     names = [(package, name) for package in reversed(PACKAGES) for name in import_module(package).__all__]
-    return list({id(getattr(import_module(package), name)): (package, name) for package, name in names}.values())
+    unique = {id(getattr(import_module(package), name)): (package, name) for package, name in names}.values()
+    # Clients control robots in real time.
+    return [pytest.param(*each, marks=[pytest.mark.timed] * (each[0] in NEEDS_SERVER)) for each in unique]
 
 
 @pytest.mark.parametrize(("package", "name"), exported_names())

@@ -121,8 +121,13 @@ def script_of(page: Path) -> str:
     return "\n".join(parts)
 
 
+def with_marks(page: Path) -> Any:
+    """Return the parameter of a page; these folders have robots that are controlled in real time."""
+    return pytest.param(page, marks=[pytest.mark.timed] * (page.parent.name in ("start", "robots")))
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the commands of the guides need curl")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [*map(with_marks, PAGES)], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unused_tcp_port_factory) -> None:
     port, webhooks, registry = (unused_tcp_port_factory() for _ in range(3))
     script = script_of(page)

@@ -25,10 +25,10 @@ CLIENT = ROOT / "tests" / "testing" / "lerobot_client.py"
 
 
 @asynccontextmanager
-async def running(*command: str, folder: Path, **options) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(*command: str, folder: Path, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     environment = {**os.environ, **QUICK, "XDG_CACHE_HOME": str(folder), "HF_LEROBOT_HOME": str(folder / "lerobot")}
     process = await asyncio.create_subprocess_exec(
-        *command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+        *command, env=environment, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         yield process
@@ -40,12 +40,13 @@ async def running(*command: str, folder: Path, **options) -> AsyncIterator[async
 
 async def test_two_robots_execute_actions_and_keep_their_targets_after_a_stop(tmp_path: Path) -> None:
     serve = (sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--lerobot-port", "0", "--state", "off")
-    async with running(*serve, folder=tmp_path) as server:
+    async with running(*serve, folder=tmp_path, cwd=ROOT) as server:
         assert server.stdout is not None
         line = (await server.stdout.readline()).decode()
         (url,), (port,) = re.findall(r"serves at (\S+)", line), re.findall(r"LeRobot's robots: port (\d+)", line)
         command = (str(LEROBOT_PYTHON), str(CLIENT), f"127.0.0.1:{port}", "robojax/sim/policy", "30")
-        async with running(*command, folder=tmp_path) as first, running(*command, folder=tmp_path) as second:
+        options = {"folder": tmp_path, "cwd": tmp_path}  # The client writes logs into its folder.
+        async with running(*command, **options) as first, running(*command, **options) as second:
             for robot in (first, second):
                 assert robot.stdout is not None
                 assert int(await asyncio.wait_for(robot.stdout.readline(), 120)) >= 30
@@ -56,7 +57,7 @@ async def test_two_robots_execute_actions_and_keep_their_targets_after_a_stop(tm
             stopped_at = time.time()
             await asyncio.sleep(2)  # Seconds in which a client could execute a whole chunk of 20 actions.
             for robot in (first, second):
-                times, *targets = np.array(json.loads((await robot.communicate())[0])["actions"]).T
+                times, *targets = np.array(json.loads((await robot.communicate(b""))[0])["actions"]).T
                 assert len(targets) == 6
                 assert np.ptp(targets, axis=1).max() > 1  # Degrees.
                 assert times.max() < stopped_at + 0.5
