@@ -197,7 +197,7 @@ class Prepared(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """One of the executables of a program, which other programs may share.
+    """An executable of a program, which other programs may share.
 
     Attributes:
         stage: whose computation it is; None for the preparation of an observation.

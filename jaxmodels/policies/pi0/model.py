@@ -90,7 +90,7 @@ class PiModel(VlaModel):
         each = seen.shape[1]
         is_seen = jnp.ones((batch, len(present)), bool) if masks is None else masks[:, np.asarray(present)]
         is_valid = jnp.concatenate((jnp.repeat(is_seen, each, axis=1), language.mask), axis=1)
-        # With the same keys for each length of the prompt, the expert needs one program.
+        # The cache is as long for short prompts as for long ones, so the expert needs one program.
         length = tokens.shape[1] + self.config.prompt_length - words.shape[1]
         return self.paligemma.compute_cache(tokens, is_valid, self.config.chunk_size + self.has_state_token, length)
 

@@ -217,7 +217,7 @@ async def test_an_emergency_stop_ends_actions_until_its_reset(server) -> None:
         assert await client.get_actions()
         waiting = asyncio.create_task(client.get_actions())
         expect_ok(await server.call("POST", "/sessions/lerobot-127.0.0.1-1/emergency_stop"))
-        # The answer replaces the actions that the client has by one that it drops.
+        # The answer empties the client's queue, and its only action is dropped.
         assert [action.timestep for action in await waiting] == [-1]
         await expect_error(client.observe(1, must_go=True), StatusCode.FAILED_PRECONDITION, "emergency stop")
         await expect_error(client.get_actions(), StatusCode.FAILED_PRECONDITION, "emergency stop")
