@@ -143,6 +143,13 @@ def _collect_sessions(sessions: Sequence[AnySession]) -> Iterable[Metric]:
     for stage in _STAGES:
         stages.add_metric([str(stage)], sum(session.stage is stage for session in sessions))
     yield stages
+    protocols = GaugeMetricFamily(
+        "robojax_session_protocol", "1 for the protocol of the session's robot", labels=["session", "protocol"]
+    )
+    for session in sessions:
+        if session.protocol is not None:
+            protocols.add_metric([session.id, session.protocol], 1)
+    yield protocols
     stats = {name: status.stats for name, status in statuses}
     for metric, (key, text) in _COUNTERS.items():
         family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session"])

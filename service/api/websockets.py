@@ -36,7 +36,7 @@ def build_streams_blueprint(origins: Origins) -> Blueprint:
             is_still_authorized=request.ctx.is_still_authorized,
             stop=_bind_stop(request),
         )
-        await _serve_client(request, websocket, create)
+        await _serve_client(request, websocket, "stream", create)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         await _serve_openpi(request, websocket)
@@ -99,7 +99,7 @@ def create_openpi_app(app: App) -> App:
 def _prepare(request: Request, session: AnySession) -> None:
     """Set the session before the upgrade, so that refusals are HTTP responses. A loading session is no refusal."""
     with suppress(SessionLoading):
-        request.app.ctx.stream_clients.create_inference(session).get_link()
+        request.app.ctx.stream_clients.create_inference(session, "stream").get_link()
     request.ctx.session = session
 
 
@@ -111,12 +111,13 @@ def _bind_stop(request: Request) -> Callable[[str], Awaitable[list[str]]]:
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
     is_still_authorized, stop = request.ctx.is_still_authorized, _bind_stop(request)
     create = partial(OpenpiProtocol, is_still_authorized=is_still_authorized, stop=stop)
-    await _serve_client(request, websocket, create)
+    await _serve_client(request, websocket, "openpi", create)
 
 
 async def _serve_client(
     request: Request,
     websocket: WebsocketImplProtocol,
+    protocol: str,
     create: Callable[[StreamSocket, DirectInference], ClientStream | OpenpiProtocol],
 ) -> None:
     """Take the connection over from Sanic and serve it, unless the caller has too many sockets."""
@@ -127,7 +128,7 @@ async def _serve_client(
         return
     try:
         leave = clients.count_socket(caller_of(request))
-        await create(socket, clients.create_inference(request.ctx.session)).serve()
+        await create(socket, clients.create_inference(request.ctx.session, protocol)).serve()
         socket.close()
         await socket.wait_lost()
     except TooManyRequests as error:

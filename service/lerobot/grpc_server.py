@@ -248,9 +248,8 @@ class LerobotServer:
             if error.status == 422:
                 raise InvalidRequest(f"{error}. {_ORIGIN}") from None
             raise
-        session.stats_sources.append(lambda: {"protocol": "lerobot"})
         # While pictures of another size are compiled, GetActions fails after this time, so that no chunk is too late.
-        inference = context.stream_clients.create_inference(session, POLL_TIMEOUT)
+        inference = context.stream_clients.create_inference(session, "lerobot-grpc", POLL_TIMEOUT)
         connection.exchange = RobotExchange(inference, policy, context.settings.control.frame_age_limit)
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY

@@ -47,6 +47,7 @@ class RecordingHeader:
         low, high: range of each joint, None if unknown.
         owner: owner of the session; None without keys.
         limits: motion limits by joint, as in the session's stats.
+        protocol: of the robot, ``rooms`` or ``stream``; None in recordings before version 0.2.
         wall_ns, monotonic_ns: the same moment in nanoseconds since 1970, and on the clock of the control loop.
     """
 
@@ -69,6 +70,7 @@ class RecordingHeader:
     robot_type: str | None = None
     owner: str | None = None
     limits: Mapping[str, object] | None = None
+    protocol: str | None = None
 
     def to_metadata(self) -> dict[str, str]:
         """Return the text of every field for an MCAP metadata record."""

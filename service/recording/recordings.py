@@ -335,4 +335,5 @@ def _create_header(session: Session, commit: str | None) -> RecordingHeader:
         robot_type=robot,
         owner=new.owner,
         limits={"mode": limits.mode, **limits.as_json()},
+        protocol=session.protocol,
     )

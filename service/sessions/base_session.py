@@ -170,6 +170,9 @@ class SessionState(NamedTuple):
     latch: str | None
 
 
+ROOMS = "rooms"  # Protocol of sessions with rooms.
+
+
 def new_claim() -> str:
     """Make a secret that only a session and the servers of its rooms know."""
     return secrets.token_urlsafe(24)
@@ -182,6 +185,7 @@ class BaseSession(ABC):
         new: the request.
         robot_io: controls the robot, or None while it runs no policy.
         created_at: monotonic time.
+        protocol: protocol with which its robot or client last controlled it, such as ``rooms``; None before.
         stats_sources: functions that each return a part of the stats.
         claim: see `SessionRecord`.
         refused_commands: commands for its robot that this server's rooms refused, by reason.
@@ -199,6 +203,7 @@ class BaseSession(ABC):
         self.refused_commands = Tally()
         self.robot_io: RobotIO | None = None
         self.created_at = time.monotonic()
+        self.protocol = None if new.is_direct else ROOMS
         self.stats_sources: list[Callable[[], Mapping[str, object]]] = [
             lambda: {"refused_at_room": self.refused_commands.by_reason()}
         ]
@@ -250,6 +255,7 @@ class BaseSession(ABC):
             **describe_progress(self.progress),
             "age_s": round(now - self.created_at, 1),
             "language_instruction": new.language_instruction,
+            "protocol": self.protocol,
             **_policy_stats(self),
             **(_control_stats(robot_io, self, now) if robot_io else _initial_stats(self)),
             **_stop_stats(self, robot_io, now),

@@ -42,10 +42,11 @@ class StreamClients:
         self._inferences: dict[tuple[str, str], DirectInference] = {}
         self._socket_owners: list[str | None] = []
 
-    def create_inference(self, session: AnySession, patience: float | None = None) -> DirectInference:
+    def create_inference(self, session: AnySession, protocol: str, patience: float | None = None) -> DirectInference:
         """Create one client's inference, which waits for a compile for ``patience`` seconds."""
         sessions, patience = self._sessions, self.settings.compile_patience if patience is None else patience
-        return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
+        pixels = sessions.settings.max_frame_pixels
+        return DirectInference(session, protocol, self.direct, sessions.engine, pixels, patience)
 
     def get_inference(self, session: AnySession, caller: Caller) -> DirectInference:
         """Return the one inference of a caller who sends single requests."""
@@ -54,7 +55,7 @@ class StreamClients:
         if known is None or known.session is not session:
             ids = {listed.id for listed in self._sessions.list()}
             self._inferences = {pair: one for pair, one in self._inferences.items() if pair[0] in ids}
-            known = self._inferences[key] = self.create_inference(session, self.settings.act_patience)
+            known = self._inferences[key] = self.create_inference(session, "http", self.settings.act_patience)
         return known
 
     def count_socket(self, caller: Caller) -> Callable[[], None]:

@@ -130,14 +130,22 @@ class DirectInference:
     """Inference of one client: its current plan, executed actions and observation window.
 
     Args:
+        protocol: of this client, which the session's stats name.
         max_pixels: limit of one picture.
         compile_timeout: seconds to wait for a compile for pictures of a new size.
     """
 
     def __init__(
-        self, session: AnySession, transport: DirectTransport, engine: Engine, max_pixels: int, compile_timeout: float
+        self,
+        session: AnySession,
+        protocol: str,
+        transport: DirectTransport,
+        engine: Engine,
+        max_pixels: int,
+        compile_timeout: float,
     ):
         self.session = session
+        self.protocol = protocol
         self._transport = transport
         self._engine = engine
         self._max_pixels = max_pixels
@@ -290,6 +298,7 @@ class DirectInference:
                 f"session {self.session.id!r} has {MAX_PENDING_ACTS} acts in progress; try again after an answer"
             )
         executed_actions = self._list_executed(executed, robot_io)
+        self.session.protocol = self.protocol
         link.pending_acts += 1
         try:
             if model_input is None:

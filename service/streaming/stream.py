@@ -168,6 +168,7 @@ class ClientStream:
             self._send("error", code="robot_taken", detail="another client drives this robot", number=number)
             self._socket.close(CLOSE_ROBOT_TAKEN, "another client drives this robot")
             return
+        self._inference.session.protocol = self._inference.protocol
         if number is not None:
             self._newest_observation = (number, now)
         if observed.prompt is not None:

@@ -174,6 +174,7 @@ export class Detail {
     const stats = status.stats, inference = status.inference_stats;
     const facts = [status.policy_path, status.policy_type, inference && inference.device, stats.rate && `${number(stats.rate, 0)} Hz`,
       stats.inferences_per_second && `asks ${number(stats.inferences_per_second, 1)} times a second${stats.is_degraded ? ", slowed down" : ""}`,
+      stats.protocol && `over ${stats.protocol}`,
       `workspace ${(status.workspace_id || "–").replace(/^(.{8}).{8,}$/, "$1…")}`, this.line && this.line.owner && `of ${this.line.owner}`].filter(Boolean);
     if (this.facts.dataset.text !== facts.join("\n")) { this.facts.dataset.text = facts.join("\n"); this.facts.replaceChildren(...facts.map((fact) => make("span", {}, fact))); }
     const known = JSON.stringify(joints);

@@ -96,6 +96,7 @@ async def test_metrics_have_sessions_requests_and_latencies(server):
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = set((await answer.text()).splitlines())
     assert 'robojax_sessions{stage="running"} 1.0' in lines
+    assert 'robojax_session_protocol{protocol="rooms",session="arm"} 1.0' in lines
     assert 'robojax_commands_sent_total{session="arm"} 0.0' in lines
     assert 'robojax_frames_received_total{camera="front",session="arm"} 0.0' in lines
     assert 'robojax_requests_total{method="GET",route="/sessions/{session_id}",status="404"} 1.0' in lines

@@ -56,7 +56,7 @@ async def test_a_robot_gets_a_session_and_numbered_actions(server) -> None:
     async with server.started(actions_per_chunk=8) as client:
         (session,) = await server.sessions()
         assert (session["session_id"], session["status"]) == ("lerobot-127.0.0.1-1", "ready")
-        assert session["stats"]["protocol"] == "lerobot"
+        assert session["stats"]["protocol"] == "lerobot-grpc"
         sent = await client.observe(7, must_go=True)
         actions = await client.get_actions()
         assert [timed.timestep for timed in actions] == list(range(7, 15))

@@ -52,7 +52,7 @@ async def test_two_robots_execute_actions_and_keep_their_targets_after_a_stop(tm
                 assert int(await asyncio.wait_for(robot.stdout.readline(), 120)) >= 30
             async with httpx2.AsyncClient(base_url=url) as http:
                 sessions = (await http.get("/sessions")).json()
-                assert [session["stats"]["protocol"] for session in sessions] == ["lerobot"] * 2
+                assert [session["stats"]["protocol"] for session in sessions] == ["lerobot-grpc"] * 2
                 assert (await http.post("/debug/emergency_stop")).status_code == 200
             stopped_at = time.time()
             await asyncio.sleep(2)  # Seconds in which a client could execute a whole chunk of 20 actions.

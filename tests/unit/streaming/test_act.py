@@ -27,6 +27,7 @@ async def test_a_direct_session_has_no_rooms(serve):
         answer = await server.create()
         assert answer["camera_room_ids"] == {}
         assert answer["joint_input_room_id"] == answer["joint_output_room_id"] == ""
+        assert (await server.call("GET", "/sessions/arm"))[1]["stats"]["protocol"] is None
         assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
         assert (await server.act(server.observe()))[0] == 404
 
@@ -38,6 +39,7 @@ async def test_an_act_answers_an_observation_with_a_chunk(server):
     np.testing.assert_allclose(answer["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
     assert set(answer["timings_ms"]) == {"decode", "queue", "to_device", "compute", "to_host", "total"}
     stats = (await server.call("GET", "/sessions/arm"))[1]["stats"]
+    assert stats["protocol"] == "http"
     assert stats["inference_count"] == 0 or stats["images_received"] == {"front": 1}
 
 

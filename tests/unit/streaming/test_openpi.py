@@ -111,7 +111,8 @@ async def test_observations_by_names_of_openpi_clients_are_read(server):
         assert set(first["server_timing"]) == {"infer_ms"}
         assert set(again["server_timing"]) == {"infer_ms", "prev_total_ms"}
         assert again["policy_timing"]["infer_ms"] >= 0
-    assert server.app.ctx.sessions.get("arm").new.language_instruction == "lift"
+    session = server.app.ctx.sessions.get("arm")
+    assert (session.new.language_instruction, session.protocol) == ("lift", "openpi")
 
 
 WIDE, TALL = np.full((48, 64, 3), 9, np.uint8), np.full((3, 64, 64), 8, np.uint8)

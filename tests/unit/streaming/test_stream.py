@@ -37,6 +37,7 @@ async def test_the_control_loop_commands_the_connected_client(server):
         assert (await client.receive("command"))["number"] == 2
         status = (await server.call("GET", "/sessions/arm"))[1]
         assert (status["status"], status["stats"]["measured_joints"]["Elbow"]) == ("running", -21.0)
+        assert status["stats"]["protocol"] == "stream"
         await client.send("stop", reason="enough")
         assert (await client.receive("stopped"))["reason"] == "enough"
         await client.send("observation", **server.observe(number=2))
