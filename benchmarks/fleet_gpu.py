@@ -7,7 +7,9 @@
 Starts ``robojax serve`` and one process for each robot. A robot sends three JPEG pictures of 480x640 and its joints
 over ``WS /stream`` with ``robojax.client``, once in a period. A chunk is late if it arrives more than a period after
 the moment at which the robot was to ask. The number of robots doubles until a chunk is late, and is bisected then; it
-counts as too large if that happens twice. Measuring begins when all batch sizes are compiled and measured.
+counts as too large if that happens twice. ``--robots 8,16,32`` tries these numbers once each, up to the first with a
+late chunk, which takes a predictable time. Measuring begins when all batch sizes are compiled and measured, or after
+``--compile-within`` seconds. The results are written after every ride, so a run that is ended early loses none.
 
 Policies have random weights: pi0.5 with all of its 3.35 billion parameters and ACT of LeRobot's default size, both in
 bfloat16. ``admitted`` is the number of sessions with this rate that the server accepts. The robots themselves promise a
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -38,14 +40,13 @@ import psutil
 
 from benchmarks import act_latency, vla_gpu
 from benchmarks.measured import RESULTS, accelerator, percentiles, quietness, result, write
-from benchmarks.processes import Child, Refused, call, child, say
-from benchmarks.robots_per_device import most_without_a_miss
-from benchmarks.vs_peers import settle
+from benchmarks.processes import Child, Refused, call, child, say, settle
 
 FRAME = (480, 640)
 REPORTED = 1.0  # Seconds after which the server knows what its engine did; the engine reports every 0.5 s.
 UNLIMITED_RATE = 1  # Rate of the robots' sessions. The admission counts a fiftieth of the rate at which they ask.
 WIDE = (-1e6, 1e6)
+LONG = {"rides", "at_most", "batch_ms"}  # Figures that are written to the file and not printed.
 RATE = 50  # Actions per second; the period decides how many actions of a chunk are executed.
 SMALL = {
     "vision_backbone": "small_cnn",
@@ -249,8 +250,11 @@ class Scene:
         return {name: self._device()[name] for name in ("device", "batch_ms")}
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures of a fleet with one policy."""
+def measure(options: argparse.Namespace, folder: Path, note: Callable[..., None]) -> None:
+    """Measure a fleet with one policy; `note` is given figures as soon as they are there."""
+    # Imported here because robots' processes start in a tenth of the time without the server's code.
+    from benchmarks.robots_per_device import most_without_a_miss
+
     sizes = ",".join(map(str, (size for size in (1, 2, 4, 8, 16, 32) if size <= options.largest_batch)))
     server = ["--engine-batch-sizes", sizes, "--max-sessions", str(2 * options.most)]
     # Random weights command motions that no robot would follow, and the server refuses a chunk far out of range.
@@ -265,11 +269,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         scene.add_robots(1)
         first = time.monotonic() - began
         time.sleep(REPORTED)
-        settle(scene.url, options.compile_within)
-        compiled = time.monotonic() - began
-        print(f"first chunk after {first:.1f} s, all batch sizes after {compiled:.1f} s", flush=True)
-        admission = scene.count_admitted(options.most)
-        print(f"admitted: {json.dumps(admission)}", flush=True)
+        note(first_chunk_s=round(first, 1))
+        try:
+            settle(scene.url, options.compile_within)
+            note(batch_sizes_compiled_s=round(time.monotonic() - began, 1))
+        except RuntimeError as error:  # The rides may still tell enough; batch_ms says which sizes there were.
+            note(batch_sizes_compiled_s=None, why=str(error))
+        note(**scene.count_admitted(options.most))
 
         async def misses(robots: int) -> int:
             try:
@@ -280,20 +286,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             print(json.dumps(found), flush=True)
             if robots not in rides or found["late"] <= rides[robots]["late"]:
                 rides[robots] = found
+                note(rides=[rides[robots] for robots in sorted(rides)], **scene.describe())
             return found["late"] + len(found["failures"])
 
-        most = asyncio.run(most_without_a_miss(misses, options.most))
-        figures = scene.describe()
-    print(f"{options.policy}: {most} robots without a late chunk, {admission['admitted']} admitted", flush=True)
-    return {
-        "most_robots": most,
-        "first_chunk_s": round(first, 1),
-        "batch_sizes_compiled_s": round(compiled, 1),
-        **admission,
-        **figures,
-        "at_most": rides.get(most),
-        "rides": [rides[robots] for robots in sorted(rides)],
-    }
+        async def most_of(numbers: Sequence[int]) -> int:
+            most = 0
+            for robots in numbers:
+                if await misses(robots):
+                    break
+                most = robots
+            return most
+
+        most = asyncio.run(most_of(options.robots) if options.robots else most_without_a_miss(misses, options.most))
+    note(most_robots=most, at_most=rides.get(most))
+
+
+def read_numbers(text: str) -> list[int]:
+    return sorted(map(int, text.split(",")))
 
 
 def main() -> None:
@@ -302,6 +311,7 @@ def main() -> None:
     parser.add_argument("--device", help="as of robojax serve, e.g. cuda:0; default: JAX's choice")
     parser.add_argument("--quick", action="store_true", help="a small policy, rides of 4 s, at most 16 robots")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each ride")
+    parser.add_argument("--robots", type=read_numbers, help="numbers of robots to try instead of a search: 8,16,32")
     parser.add_argument("--most", type=int, default=256, help="largest number of robots")
     parser.add_argument("--largest-batch", type=int, default=16)
     parser.add_argument("--compile-within", type=float, default=1200.0, help="seconds for all batch sizes")
@@ -314,9 +324,6 @@ def main() -> None:
     if options.quick:
         options.policy, options.seconds, options.most, options.largest_batch = "small", 4.0, 16, 4
     quiet = quietness()
-    with tempfile.TemporaryDirectory() as scratch:
-        write_policy(options.policy, folder := Path(scratch) / options.policy)
-        figures = measure(options, folder)
     fleet = FLEETS[options.policy]
     found = result(
         "How many robots does one GPU serve over real sockets before the first late chunk?",
@@ -326,9 +333,19 @@ def main() -> None:
         period_s=fleet.period,
         pictures=f"{len(fleet.cameras)} JPEG files of {FRAME[0]}x{FRAME[1]}",
         seconds=options.seconds,
-        **figures,
     )
-    write(options.output or RESULTS / f"fleet_gpu_{options.policy}.json", found)
+    output = options.output or RESULTS / f"fleet_gpu_{options.policy}.json"
+
+    def note(**figures: Any) -> None:
+        found.update(figures)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps({name: figures[name] for name in figures.keys() - LONG}), flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        write_policy(options.policy, folder := Path(scratch) / options.policy)
+        measure(options, folder, note)
+    write(output, found)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,15 @@ def call(url: str, method: str = "GET", body: Any = None, patience: float = 300)
             raise Refused(f"{method} {url}: {error.code} {error.read().decode()[:2000]}") from error
 
 
+def settle(url: str, within: float = 300.0) -> None:
+    """Until nothing is compiled any more: larger batches are, behind the first one, while no robot runs."""
+    until = time.monotonic() + within
+    while call(f"{url}/debug/system")["engine"].get("batch_sizes_to_compile", 0):
+        if time.monotonic() > until:
+            raise RuntimeError(f"after {within:g} s the engine still compiles batch sizes")
+        time.sleep(0.5)
+
+
 def peer_versions(python: str | None, *names: str) -> dict[str, str]:
     """Return the versions of packages in another Python; empty without one."""
     if python is None:

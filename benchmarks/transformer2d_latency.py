@@ -35,6 +35,8 @@ from benchmarks.transformer2d_cases import CASES, Case
 
 DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 OURS, EAGER, COMPILED = "robojax", "diffusers eager", "diffusers torch.compile"
+TUNED = "diffusers max-autotune"
+MODES = {"eager": None, "compile": "default", "max-autotune": "max-autotune"}  # Of torch.compile; None: without.
 LONGEST = 100  # calls of a side in one round
 # Spinning OpenMP threads would slow down the side that has its turn; XLA would take most of a GPU's memory at once.
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -208,9 +210,9 @@ def serve(side: Any) -> None:
 
 
 def run_side(name: str, device: str, dtype: str) -> None:
-    """Answer the orders of this benchmark: ``robojax``, or diffusers' ``eager`` or ``compile``."""
+    """Answer the orders of this benchmark: ``robojax``, or diffusers' ``eager``, ``compile`` or ``max-autotune``."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # diffusers: a layer_norm config that means ada_norm
-    serve(Ours(device, dtype) if name == "robojax" else Theirs(device, dtype, "default" if name == "compile" else None))
+    serve(Ours(device, dtype) if name == "robojax" else Theirs(device, dtype, MODES[name]))
 
 
 # The comparison.
@@ -266,9 +268,13 @@ def main() -> None:
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as the device suits")
     parser.add_argument("--compiled-peer", action="store_true", help="torch.compile, too: about a minute per case")
+    parser.add_argument(
+        "--tuned-peer", action="store_true", help="torch.compile with max-autotune, too: minutes per case"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="per round and side, at least one call")
     parser.add_argument("--case", action="append", help="only cases whose name contains this text; repeatable")
+    parser.add_argument("--exact", action="store_true", help="only cases that have this very name")
     parser.add_argument("--output", type=Path, default=RESULTS / "transformer2d_latency.json")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -278,10 +284,15 @@ def main() -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("diffusers") is None:
         raise SystemExit("this compares with diffusers in torch; install both: pip install -e '.[parity]'")
     device, dtype = options.device, options.dtype or DTYPES[options.device]
-    names = [name for name in CASES[device] if any(part in name for part in options.case or [""])]
+    asked = options.case or [""]
+    names = [
+        name for name in CASES[device] if name in asked or (not options.exact and any(part in name for part in asked))
+    ]
     if not names:
         raise SystemExit(f"no such case; there are: {'; '.join(CASES[device])}")
-    sides = {OURS: "robojax", EAGER: "eager"} | ({COMPILED: "compile"} if options.compiled_peer else {})
+    sides = {OURS: "robojax", EAGER: "eager"}
+    sides |= {COMPILED: "compile"} if options.compiled_peer else {}
+    sides |= {TUNED: "max-autotune"} if options.tuned_peer else {}
     command = [sys.executable, "-m", "benchmarks.transformer2d_latency", "--side"]
     commands = {side: [*command, name, device, dtype] for side, name in sides.items()}
     # Figures of other devices and of cases that are not run this time stay in the file.

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.cold_start import CAMERAS, JOINTS, LEROBOT, PEER_SIZE, free_port, wait_for, write_act
 from benchmarks.measured import RESULTS, percentiles, quietness, result, write
-from benchmarks.processes import call, child, peer_versions, say
+from benchmarks.processes import child, peer_versions, say, settle
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 CHUNK = 100
@@ -93,15 +93,6 @@ def ours(stack: ExitStack, folder: Path, policy: str) -> Ask:
     asking.told("ready")
     settle(url)
     return lambda count: asking.order(count=count)["seconds"]
-
-
-def settle(url: str, within: float = 300.0) -> None:
-    """Until nothing is compiled any more: larger batches are, behind the first one, while no robot runs."""
-    until = time.monotonic() + within
-    while call(f"{url}/debug/system")["engine"].get("batch_sizes_to_compile", 0):
-        if time.monotonic() > until:
-            raise RuntimeError(f"after {within:g} s the engine still compiles batch sizes")
-        time.sleep(0.5)
 
 
 def theirs(stack: ExitStack, python: str, folder: Path, policy: str) -> Ask:
