@@ -98,7 +98,7 @@ def export_policy(
             with _collect_executables(draft / EXECUTABLES):
                 for batch in batch_sizes:
                     on_progress(f"compiling batch {batch}")
-                    policy.compile(batch)
+                    policy.compile(batch, with_plan=True)
         files = sorted(path for path in draft.rglob("*") if path.is_file())
         hashes = zip((str(path.relative_to(draft)) for path in files), hash_files(files), strict=True)
         manifest = Manifest(

@@ -207,11 +207,17 @@ class Reader:
         of_steps = None if step_noise is None else _numbers("step_noise", step_noise, (self._noise_steps, *expected))
         return _numbers("noise", noise, expected), of_steps
 
-    def list_variants(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> list[Inputs]:
-        """Return the shapes of all observations with frames of these sizes, the most usual first."""
+    def list_variants(
+        self, batch: int, cameras: Mapping[str, tuple[int, int]] | None, *, with_plan: bool
+    ) -> list[Inputs]:
+        """Return the shapes of all observations with frames of these sizes, the most usual first.
+
+        Args:
+            with_plan: whether to include observations with a plan to continue, if the policy can continue plans.
+        """
         inputs = self.inputs(batch, cameras)
         languages = [self._language, *((length,) for length in self._short_prompts)]
-        prefixes = (None,) if self._prefix is None else (None, self._prefix)
+        prefixes = (None, self._prefix) if with_plan and self._prefix is not None else (None,)
         return [replace(inputs, language=language, prefix=prefix) for language in languages for prefix in prefixes]
 
     def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None, *, with_plan: bool = False) -> Inputs:

@@ -379,18 +379,21 @@ class Policy:
         # A text without a valid token would give NaN.
         return zeros._replace(language=zeros.language._replace(mask=np.ones_like(zeros.language.mask)))
 
-    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def compile(
+        self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, *, with_plan: bool = False
+    ) -> None:
         """Compile for frames of these sizes (the policy's own by default) and run once on zeros.
 
-        It compiles all programs that `act` may need: also for a plan to continue, and for short instructions.
+        It compiles all programs that `act` may need, also for short instructions.
 
         Args:
             cameras: camera name to (height, width) in pixels.
+            with_plan: whether observations may have a plan to continue. Its program takes as long again to compile.
 
         Raises:
             ObservationError: a camera is unknown or missing.
         """
-        variants = self._reader.list_variants(batch, cameras)
+        variants = self._reader.list_variants(batch, cameras, with_plan=with_plan)
         if self._instructions is not None and variants[0].language is not None:
             length = variants[0].language[0]
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
@@ -398,9 +401,11 @@ class Policy:
         for inputs in variants:
             self._run(self._program(inputs), self._make_zeros(inputs))
 
-    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(
+        self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, *, with_plan: bool = False
+    ) -> float:
         """Measure the seconds of one `act` on a batch of zeros; compiles first when needed."""
-        inputs = self._reader.inputs(batch, cameras)
+        inputs = self._reader.inputs(batch, cameras, with_plan=with_plan)
         program, zeros = self._program(inputs), self._make_zeros(inputs)
         start = time.perf_counter()
         self._run(program, zeros)
@@ -479,8 +484,10 @@ class Policy:
         """Version of LeRobot whose reading of the files is followed; None where 0.4 and 0.6 read them alike."""
         return self.checkpoint.config.lerobot
 
-    def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
-        return all(map(self._programs.has, self._reader.list_variants(batch, cameras)))
+    def is_compiled(
+        self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, *, with_plan: bool = False
+    ) -> bool:
+        return all(map(self._programs.has, self._reader.list_variants(batch, cameras, with_plan=with_plan)))
 
     def fits(self, checkpoint: Checkpoint) -> bool:
         """Return whether another checkpoint can run in the compiled programs of this policy."""

@@ -7,6 +7,7 @@ architecture runs in the same executables.
 """
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -447,10 +448,14 @@ class Programs:
             return self._trace_function(run, self._weight_shapes(), ids, mask).lower().compile()
 
     def _compile(self, parts: Sequence[Part]) -> list[jax.stages.Compiled]:
-        """Compile in parallel: XLA holds no lock of the interpreter while it compiles."""
+        """Compile in parallel: XLA holds no lock of the interpreter while it compiles.
+
+        One core stays free, because a policy of the same process may control a robot on the CPU.
+        """
         use_compile_cache()
         traced = [part.traced for part in parts if part.traced is not None]
-        with use_exact_products(self.dtype), ThreadPoolExecutor(max(len(traced), 1)) as threads:
+        cores = os.cpu_count() or 1
+        with use_exact_products(self.dtype), ThreadPoolExecutor(max(min(len(traced), cores - 1), 1)) as threads:
             return [compiling.result() for compiling in [threads.submit(one.lower().compile) for one in traced]]
 
     def _trace_function(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Traced:

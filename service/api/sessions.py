@@ -203,11 +203,14 @@ async def delete_recording(request: Request, name: str) -> HTTPResponse:
     return json_response({"message": f"Recording {name} deleted"})
 
 
-@ADJUST_ROUTES.add("PATCH", "/sessions/{session_id}", body=AdjustRequest, errors=(404, 409), role=Role.OPERATOR)
+@ADJUST_ROUTES.add(
+    "PATCH", "/sessions/{session_id}", body=AdjustRequest, errors=(404, 409, 500, 503), role=Role.OPERATOR
+)
 async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
     """Change the instruction, the overlap of chunks or the times of inferences from the next chunk on.
 
-    No tick is missed. Omitted fields stay as they are, and null restores the default. The session keeps the new values.
+    No tick is missed. A change to real-time chunking waits until the policy is compiled for it. Omitted fields stay as
+    they are, and null restores the default. The session keeps the new values.
     """
     sessions = request.app.ctx.sessions
     session = get_visible_session(request, session_id)

@@ -95,7 +95,9 @@ class ChunkScheduler:
         if history.steps > 1:
             snapshot = replace(snapshot, past=history.before(now, snapshot))
         if self.config.overlap.sends_plan:
-            snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.observed_at))
+            prefix = self.prefix(queue, snapshot.observed_at)
+            sizes = {**snapshot.sizes, PREFIX_ACTIONS: (self.config.chunk, self.config.width)}
+            snapshot = replace(snapshot, prefix=prefix, sizes=sizes)
         self.in_flight = ChunkRequest(snapshot, now, queue.dry_at if queue.left else None, self._motion)
         self._is_hurried = False
         return self.in_flight

@@ -29,7 +29,7 @@ class Snapshot:
         frames: camera to picture, uint8 (h, w, 3).
         joints: values (a,) float32 in the order of the joint table.
         observed_at: time of the oldest of these frames.
-        sizes: camera to (height, width).
+        sizes: camera to (height, width), and the size of the plan if there is a ``prefix``.
         prefix: rest of the plan, for a policy that continues it (``jaxmodels.types.PREFIX_ACTIONS``).
         past: frames and joints of the ``Requirements.observation_steps - 1`` moments before, oldest first.
     """

@@ -14,7 +14,7 @@ from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner
 from service.control.watchdog import JOINTS_UNITS
 from service.errors import PolicyFailed
-from service.inference.loaded_policy import INSTRUCTION_UNREAD, FrameSizes, LoadedPolicy
+from service.inference.loaded_policy import INSTRUCTION_UNREAD, FrameSizes, LoadedPolicy, add_plan
 from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent, RobotLatch
@@ -129,10 +129,24 @@ class RobotIO:
             self.controller.watchdog.note_frame(camera, image, observed_at)
             if self.observers.attached:
                 self.observers.notify_frame(camera, image, observed_at)
-        newest, loaded = self.buffer.sizes, self.runner.loaded
-        are_new = newest is not sizes and len(newest) == len(self.buffer.frames)
-        if are_new and newest != loaded.requirements.cameras and not loaded.is_compiled(newest):
-            self._prepare(newest)
+        if self.buffer.sizes is not sizes and len(self.buffer.sizes) == len(self.buffer.frames):
+            newest, loaded = self.get_input_sizes(), self.runner.loaded
+            if newest != loaded.requirements.cameras and not loaded.is_compiled(newest):
+                self._prepare(newest)
+
+    def get_input_sizes(self, *, with_plan: bool | None = None) -> FrameSizes:
+        """Return the sizes of the inputs that select the policy's program.
+
+        Before every camera has sent a frame, these are the sizes that the policy was trained with.
+
+        Args:
+            with_plan: whether the policy also gets the rest of the plan. Defaults to the present ``overlap``.
+        """
+        sizes, requirements = self.buffer.sizes, self.runner.loaded.requirements
+        if len(sizes) < len(self.buffer.frames):
+            sizes = requirements.cameras
+        sends_plan = self.controller.config.overlap.sends_plan if with_plan is None else with_plan
+        return add_plan(sizes, requirements) if sends_plan else sizes
 
     def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
         """Take a partial joint update: wire name to value."""

@@ -11,6 +11,7 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.control.joints import have_same_joints
 from service.errors import PolicyError, PolicyFailed
+from service.inference.batching import read_layout
 from service.inference.engine import Engine
 from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy, RenamedPolicy, select_features
 from service.stats import Recent
@@ -88,7 +89,7 @@ class Shadow:
 
     async def _compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
         try:
-            sizes = frame_sizes(observation)
+            sizes = dict(read_layout(observation).frames)
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
                 return  # The observation is outdated now.
@@ -198,9 +199,3 @@ def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[st
     if shadow.rate != first.rate:
         wrong.append(f"its actions are {shadow.rate} per second, the session's {first.rate}")
     return "it does not fit: " + "; ".join(wrong) if wrong else None
-
-
-def frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
-    """Return camera name to (height, width) of an observation's images."""
-    images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
-    return {camera: (image.shape[-3], image.shape[-2]) for camera, image in images.items()}

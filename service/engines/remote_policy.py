@@ -10,8 +10,9 @@ from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError, ObservationError
 from service.engines.messages import Loaded, Refusal
 from service.errors import PolicyFailed
+from service.inference.batching import FrameSizesKey
 from service.inference.device_worker import DeviceGone
-from service.inference.loaded_policy import FrameSizes, InferenceStuck
+from service.inference.loaded_policy import FrameSizes, InferenceStuck, add_plan
 
 _REFUSALS: Mapping[str, type[Exception]] = {
     "input": ObservationError,
@@ -93,19 +94,23 @@ class RemotePolicy:
         except TimeoutError as error:
             raise ObservationError(f"{error} while it encoded the instruction; use another instruction") from error
 
-    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None, *, with_plan: bool = False) -> None:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""
-        sizes = dict(self.requirements.cameras if cameras is None else cameras)
-        if not self.is_compiled(batch, sizes):
-            self._seconds[frozenset(sizes.items())] = self._call("compile", sizes)
+        frames = self._frames(cameras, with_plan)
+        if frames not in self._seconds:
+            self._seconds[frames] = self._call("compile", dict(frames))
 
-    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None, *, with_plan: bool = False) -> bool:
         """Return whether it is compiled, without asking the engine."""
-        return frozenset((self.requirements.cameras if cameras is None else cameras).items()) in self._seconds
+        return self._frames(cameras, with_plan) in self._seconds
 
-    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None, *, with_plan: bool = False) -> float:
         """Return the seconds of one inference that the engine measured when it compiled for these sizes."""
-        return self._seconds[frozenset((self.requirements.cameras if cameras is None else cameras).items())]
+        return self._seconds[self._frames(cameras, with_plan)]
+
+    def _frames(self, cameras: FrameSizes | None, with_plan: bool) -> FrameSizesKey:
+        sizes = self.requirements.cameras if cameras is None else cameras
+        return frozenset((add_plan(sizes, self.requirements) if with_plan else sizes).items())
 
     def on(self, device: str) -> "RemotePolicy":
         """Return the same policy in another engine, which may be making its copy already.

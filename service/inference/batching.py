@@ -11,6 +11,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from jaxmodels.types import PREFIX_ACTIONS
+
 # Newest measurements of each size; half of them decide the median.
 WINDOW = 32
 # Batches after which the measurements of a size are stale, and the number of stale measurements that still count.
@@ -368,7 +370,7 @@ Shape = tuple[str, tuple[int, ...], str]
 
 
 IMAGES = "observation.images."
-# Cameras with the size of their frames, as a key.
+# Cameras with the size of their frames as a key, and the plan's size if the policy continues a plan (`add_plan`).
 FrameSizesKey = frozenset[tuple[str, tuple[int, int]]]
 
 
@@ -376,7 +378,7 @@ class ObservationLayout(NamedTuple):
     """Layout that decides which observations can run together.
 
     Attributes:
-        frames: cameras with frame sizes, which select the program.
+        frames: cameras with frame sizes, and the size of a plan, which select the program.
         shapes: shapes and dtypes that stacked observations share, or None if it cannot be stacked.
     """
 
@@ -394,6 +396,8 @@ def read_layout(observation: Mapping[str, np.ndarray]) -> ObservationLayout:
         shape = array.shape
         if len(shape) in (4, 5) and name.startswith(IMAGES):
             frames.add((name[len(IMAGES) :], shape[-3:-1]))
+        elif len(shape) == 3 and name == PREFIX_ACTIONS:
+            frames.add((name, shape[1:]))
         if not shape or shape[0] != 1 or array.dtype.hasobject:
             is_stackable = False
         shapes.append((name, shape[1:], array.dtype.str))

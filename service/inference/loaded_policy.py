@@ -1,17 +1,18 @@
 """Loaded policies: copies per device, what they read, and results of inference."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from jaxmodels import Requirements
-from jaxmodels.types import CUT_TASK, PROMPT_CUT, TASK, rename_cameras
+from jaxmodels.types import CUT_TASK, PREFIX_ACTIONS, PROMPT_CUT, TASK, rename_cameras
 from service.errors import PolicyFailed
 from service.inference.batching import IMAGES, FrameSizesKey, LatencyModel
 
+# (height, width) by camera. The size of a plan that the policy continues is an additional entry; see `add_plan`.
 FrameSizes = Mapping[str, tuple[int, int]]
 Value = TypeVar("Value")
 # How often a batch size is tried: three times, and more often where there is time for it.
@@ -43,15 +44,15 @@ class Policy(Protocol):
         """
         ...
 
-    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
-        """Compile ``act`` for batches of frames of these sizes."""
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None, *, with_plan: bool = False) -> None:
+        """Compile ``act`` for batches of frames of these sizes, ``with_plan`` also for plans that it continues."""
         ...
 
-    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None, *, with_plan: bool = False) -> bool:
         """Return whether ``act`` is compiled for them."""
         ...
 
-    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None, *, with_plan: bool = False) -> float:
         """Return the seconds that ``act`` takes now for such a batch of zeros; it is compiled before."""
         ...
 
@@ -93,6 +94,15 @@ class LatencyModels(dict[FrameSizesKey, LatencyModel]):
         return self.setdefault(frames, LatencyModel())
 
 
+def add_plan(sizes: FrameSizes, requirements: Requirements) -> FrameSizes:
+    """Return the sizes of the inputs of a robot that also sends the rest of its plan, which needs another program."""
+    return {**sizes, PREFIX_ACTIONS: (requirements.chunk, requirements.action)}
+
+
+def _drop_plan(sizes: FrameSizes) -> FrameSizes:
+    return {camera: size for camera, size in sizes.items() if camera != PREFIX_ACTIONS}
+
+
 class Replica:
     """A policy's copy on the device of one worker, with latencies and compiled batch sizes by frame sizes."""
 
@@ -130,19 +140,25 @@ class Replica:
             for size, figures in costs.get_stats().items()
         }
 
-    def prepare(self, batch: int, cameras: FrameSizes | None, profile_seconds: float = 0.0) -> None:
+    def is_compiled(self, batch: int, sizes: FrameSizes) -> bool:
+        """Return whether a batch size is compiled."""
+        return self.policy.is_compiled(batch, _drop_plan(sizes), with_plan=PREFIX_ACTIONS in sizes)
+
+    def prepare(self, batch: int, sizes: FrameSizes | None, profile_seconds: float = 0.0) -> None:
         """Compile a batch size and measure its latency for up to ``profile_seconds``. Blocks; call it in a thread."""
-        frames = self.trained_frames if cameras is None else frozenset(cameras.items())
-        self.policy.compile(batch, cameras)
+        frames = self.trained_frames if sizes is None else frozenset(sizes.items())
+        cameras, with_plan = (None, False) if sizes is None else (_drop_plan(sizes), PREFIX_ACTIONS in sizes)
+        self.policy.compile(batch, cameras, with_plan=with_plan)
         if batch not in self._inherited.get(frames, ()):
-            self._profile(batch, cameras, self.latencies[frames], profile_seconds)
+            profile = partial(self.policy.profile, batch, cameras, with_plan=with_plan)
+            self._profile(batch, profile, self.latencies[frames], profile_seconds)
         self.batch_sizes[frames] = tuple(sorted({1, *self.batch_sizes.get(frames, ()), batch}))
 
-    def _profile(self, batch: int, cameras: FrameSizes | None, latency: LatencyModel, profile_seconds: float) -> None:
+    def _profile(self, batch: int, profile: Callable[[], float], latency: LatencyModel, profile_seconds: float) -> None:
         spent: list[float] = []
         fewest, most = PROFILE_RUNS
         while len(spent) < fewest or (len(spent) < most and sum(spent) < profile_seconds):
-            spent.append(self.policy.profile(batch, cameras))
+            spent.append(profile())
             latency.record(batch, spent[-1])
         latency.mark_fresh()
 
@@ -159,7 +175,7 @@ class Replica:
         if before.policy.requirements != self.policy.requirements:
             return
         for frames, sizes in tuple(before.batch_sizes.items()):
-            shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
+            shared = [size for size in sizes if self.is_compiled(size, dict(frames))]
             if inherited := [
                 size for size in shared if self.latencies[frames].copy_from(before.latencies[frames], size)
             ]:
@@ -225,7 +241,7 @@ class LoadedPolicy:
         key = frozenset(sizes.items())
         if key not in self._compiled:
             for replica in self.replicas:
-                if not replica.policy.is_compiled(1, sizes):
+                if not replica.is_compiled(1, sizes):
                     return False
             self._compiled.add(key)
         return True
@@ -258,11 +274,13 @@ class RenamedPolicy(LoadedPolicy):
 
 
 def describe_sizes(sizes: FrameSizes) -> str:
-    """Describe frame sizes as ``480x640 frames``, or camera by camera when they differ."""
-    different = {f"{height}x{width}" for height, width in sizes.values()}
+    """Describe frame sizes as ``480x640 frames``, or camera by camera when they differ; then a plan, if any."""
+    cameras, plan = _drop_plan(sizes), " and a plan" if PREFIX_ACTIONS in sizes else ""
+    different = {f"{height}x{width}" for height, width in cameras.values()}
     if len(different) == 1:
-        return f"{different.pop()} frames"
-    return ", ".join(f"{height}x{width} frames of {camera!r}" for camera, (height, width) in sorted(sizes.items()))
+        return f"{different.pop()} frames{plan}"
+    named = (f"{height}x{width} frames of {camera!r}" for camera, (height, width) in sorted(cameras.items()))
+    return ", ".join(named) + plan
 
 
 # Characters of an instruction, as in the API: one width, so that different instructions share a batch.

@@ -401,4 +401,4 @@ class BatchCompiler:
 def _is_compiled(job: _CompileJob) -> bool:
     """Return whether another policy's programs will do, so that only profiling is left: a push changes only weights."""
     loaded = job.loaded()
-    return loaded is not None and all(replica.policy.is_compiled(job.batch, job.sizes) for replica in loaded.replicas)
+    return loaded is not None and all(replica.is_compiled(job.batch, job.sizes) for replica in loaded.replicas)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from service.control.robot_io import RobotIO
-from service.control.shadow import IMAGES, frame_sizes
+from service.control.shadow import IMAGES
 from service.errors import MoveRefused, ServiceError, UnknownSession
+from service.inference.batching import read_layout
 from service.inference.loaded_policy import STATE, LoadedPolicy, select_features, task_input
 from service.rollout.gates import (
     GateLimits,
@@ -131,7 +132,7 @@ class Rollout:
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
             (observation, chunk)
             for observation, chunk in robot_io.runner.recent
-            if loaded.is_compiled(frame_sizes(observation))
+            if loaded.is_compiled(dict(read_layout(observation).frames))
         ]
         seen = seen or [(_grey_observation(robot_io, loaded), None)]
         wanted = (1, config.chunk, config.width)

@@ -179,11 +179,24 @@ class PolicySlots:
             held, self.staged = self.staged, None
             await held.stack.aclose()
 
+    async def compile_plans(self) -> None:
+        """Compile the programs that continue plans, before the robot sends its first plan.
+
+        Raises:
+            PolicyFailed: a policy cannot be compiled.
+            MoveRefused: the session runs no policy.
+        """
+        robot_io = self._robot_io()
+        for held in filter(None, (self.running, self.previous, self.staged)):
+            sizes = robot_io.get_input_sizes(with_plan=True)
+            if not held.loaded.is_compiled(sizes):
+                await self._engine.compile(held.loaded, sizes)
+
     async def _compile(
         self, robot_io: RobotIO, loaded: LoadedPolicy, on_progress: Callable[[str], None] = lambda stage: None
     ) -> None:
-        sizes = robot_io.buffer.sizes
-        if sizes and len(sizes) == len(robot_io.buffer.frames) and not loaded.is_compiled(sizes):
+        sizes = robot_io.get_input_sizes()
+        if not loaded.is_compiled(sizes):
             on_progress("compiling")
             await self._engine.compile(loaded, sizes)
 

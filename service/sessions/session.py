@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from service.control.aggregation import ENSEMBLE
+from service.control.aggregation import ENSEMBLE, RTC
 from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller
 from service.control.lease import Leases, find_robot
@@ -20,7 +20,7 @@ from service.control.shadow import load_shadow
 from service.control.units import create_units
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine
-from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy
+from service.inference.loaded_policy import FrameSizes, LoadedPolicy, LoadPolicy, add_plan
 from service.inference.progress import LoadProgress
 from service.logging import bind_log_context
 from service.sessions.base_session import BaseSession, SessionState
@@ -155,6 +155,7 @@ class Session(BaseSession):
 
         Raises:
             InvalidRequest: this policy cannot do that; nothing has changed.
+            PolicyFailed: the program that continues plans cannot be compiled.
             MoveRefused: it runs no policy.
         """
         robot_io, cut = self.require_robot_io(), None
@@ -162,6 +163,9 @@ class Session(BaseSession):
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
             cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction, new.prompt_cut)
             robot_io = self.require_robot_io()  # raises if the session has ended
+        if changes.get("overlap") == RTC and robot_io.runner.loaded.requirements.takes_prefix:
+            await self.policies.compile_plans()
+            robot_io = self.require_robot_io()
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # the coefficient of the previous overlap
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
@@ -311,6 +315,9 @@ class Session(BaseSession):
             loaded = await self.policies.load_first(self.progress.report)
             table, asked = configure_control(loaded.requirements, new, self._settings)
             cut = await prepare_instruction(loaded, new.language_instruction, new.prompt_cut)
+            if asked.overlap.sends_plan:
+                self.progress.report("compiling")
+                await self._engine.compile(loaded, add_plan(loaded.requirements.cameras, loaded.requirements))
             config = self._reserve_rate(loaded, asked)
             limits = make_limits(table, loaded.requirements, new, self._settings)
             async with load_shadow(
@@ -380,7 +387,13 @@ class Session(BaseSession):
         robot_io.buffer.set_units(units)
 
     def _reserve_rate(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
-        config = reserve_rate(self._engine, self, loaded, asked, degrade=self.new.degrade, read_sizes=self._frame_sizes)
+        requirements, with_plan = loaded.requirements, asked.overlap.sends_plan
+
+        def read_sizes() -> FrameSizes | None:
+            sizes = self._frame_sizes()
+            return add_plan(sizes or requirements.cameras, requirements) if with_plan else sizes
+
+        config = reserve_rate(self._engine, self, loaded, asked, degrade=self.new.degrade, read_sizes=read_sizes)
         self._admission = {
             "inferences_per_second": round(config.action_rate / config.action_steps, 3),
             "is_degraded": config.action_steps > asked.action_steps,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -27,12 +28,15 @@ class Fleet:
     """Robots of one server, and a client that continuously calls STOP of another session.
 
     Attributes:
+        meter: lateness of this machine for the server.
+        sender: lateness of this machine for this process, which encodes the frames; a robot without frames is held.
         commands: times of the commands of each robot.
         stops: begin, seconds and connection (`existing` or `new`) of each STOP.
     """
 
     def __init__(self, process: Process, http: aiohttp.ClientSession, meter: Meter):
         self.process, self.http, self.meter = process, http, meter
+        self.sender = Meter(lambda: [os.getpid()])
         self.commands: dict[str, list[float]] = {}
         self.stops: list[tuple[float, float, str]] = []
         self.presses_stop: asyncio.Task[None]
@@ -71,7 +75,7 @@ class Fleet:
 
     def check_commands(self, since: float) -> None:
         """Assert that no command since then was late by more than a period and the lateness of this machine."""
-        gap, late = self.worst_gap(since), self.meter.worst(since, ways=2)
+        gap, late = self.worst_gap(since), self.meter.worst(since, ways=2) + self.sender.worst(since, ways=0)
         assert gap <= 2 * PERIOD + late, f"no command for {gap:.3f} s; the machine was {late:.3f} s late"
 
     async def session(self, name: str) -> dict[str, Any]:
@@ -133,7 +137,7 @@ async def moving_fleet(process: Process, robots: int) -> AsyncIterator[Fleet]:
         for _ in range(robots):
             await made.add_robot(stack)
         made.presses_stop = asyncio.create_task(made.press_stop())
-        tasks = [asyncio.create_task(meter.run()), made.presses_stop]
+        tasks = [*(asyncio.create_task(each.run()) for each in (meter, made.sender)), made.presses_stop]
         try:
             await made.until_moving(30)
             await asyncio.sleep(0.3)

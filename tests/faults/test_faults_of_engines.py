@@ -17,7 +17,7 @@ from tests.testing.waiting import until
 ROBOTS = 3
 HELD = 0.3  # Seconds within which a robot is held after its engine is lost.
 STUCK_AFTER = 1.0
-PATIENCE = 20.0
+PATIENCE = 60.0  # Seconds in which a slow machine starts two engines; the default of engine_patience.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

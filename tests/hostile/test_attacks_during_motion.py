@@ -29,7 +29,7 @@ from tests.testing.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
-ROBOTS = 8
+ROBOTS = 3
 TOKENIZER = Path("vlm", "tokenizer.json")
 LANGUAGE = {
     "camera_names": ["front", "wrist"],
@@ -166,6 +166,7 @@ async def test_pushed_tokenizer_bomb_leaves_the_old_policy_running(fleet: Fleet,
     async with AsyncExitStack() as stack:
         following = {"policy_path": str(language), "auto_update": "swap", **LANGUAGE}
         name = await fleet.add_robot(stack, **following)
+        stack.push_async_callback(fleet.remove_robot, name)
         async with undisturbed(fleet):
             await asyncio.sleep(1.2)  # The server looks at the folder once a second.
             double(language)
@@ -173,7 +174,6 @@ async def test_pushed_tokenizer_bomb_leaves_the_old_policy_running(fleet: Fleet,
         assert pushed["result"] == "rejected"
         assert "vlm/tokenizer.json" in json.dumps(pushed)
         assert (await fleet.session(name))["status"] == "running"
-        await fleet.remove_robot(name)
 
 
 async def ended_deployments(fleet: Fleet) -> list[dict[str, Any]]:

@@ -237,20 +237,29 @@ class ScriptedPolicy:
             raise ObservationError(f"the instruction {text!r} is no instruction")
         return max(len(text.split()) - MAX_WORDS, 0)
 
-    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def compile(
+        self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, *, with_plan: bool = False
+    ) -> None:
         """Wait for ``compile_latency``, then record these sizes as compiled."""
         time.sleep(self.compile_latency)
         if self.compile_failure is not None:
             raise self.compile_failure
-        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+        sizes = self._sizes(cameras, with_plan)
         if batch == 1:
             self.compiled.append(sizes)
         else:
             self.batches.append((batch, sizes))
 
-    def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
-        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+    def is_compiled(
+        self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, *, with_plan: bool = False
+    ) -> bool:
+        sizes = self._sizes(cameras, with_plan)
         return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
+
+    def _sizes(self, cameras: Mapping[str, tuple[int, int]] | None, with_plan: bool) -> dict[str, tuple[int, int]]:
+        needs = self.requirements
+        plan = {PREFIX_ACTIONS: (needs.chunk, needs.action)} if with_plan else {}
+        return {**(needs.cameras if cameras is None else cameras), **plan}
 
     def on(self, device: str) -> "ScriptedPolicy":
         """Return a copy for another device, with separate records and failures."""
@@ -258,7 +267,9 @@ class ScriptedPolicy:
             self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[], cuts=[]
         )
 
-    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(
+        self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, *, with_plan: bool = False
+    ) -> float:
         return self.latency
 
 

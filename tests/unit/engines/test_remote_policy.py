@@ -239,6 +239,9 @@ def test_a_policy_is_compiled_once_per_frame_size(engines: Engines, policy: Remo
     assert len(engines.calls) == before + 1
     assert policy.is_compiled(1, {"front": (8, 8)})
     assert policy.profile(1, {"front": (8, 8)}) == 0.5
+    assert not policy.is_compiled(1, {"front": (8, 8)}, with_plan=True)
+    policy.compile(1, {"front": (8, 8)}, with_plan=True)
+    assert policy.is_compiled(1, {"front": (8, 8)}, with_plan=True)
     engines.answers["compile"] = Refusal("policy", "too large")
     with pytest.raises(CheckpointError, match="too large"):
         policy.compile(1, {"front": (9, 9)})

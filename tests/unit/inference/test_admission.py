@@ -119,7 +119,7 @@ LARGE = {"front": (480, 640)}
 class SizedPolicy(ScriptedPolicy):
     """Policy that takes its latency, and four times its latency for frames of 480x640."""
 
-    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, **plan: bool) -> float:
         return self.latency * (4 if cameras == LARGE else 1)
 
 

@@ -5,17 +5,18 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.errors import PolicyFailed
 from service.inference.batching import ALIGNMENT, StackingBuffers, read_layout
 from service.inference.engine import Engine
-from service.inference.loaded_policy import InferenceResult, InferenceStuck, LoadedPolicy
-from tests.testing.doubles import ScriptedLoader, ScriptedPolicy, ignore
+from service.inference.loaded_policy import FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, add_plan
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy, ignore
 from tests.testing.waiting import until
 from tests.unit.inference.conftest import observe
 
@@ -214,18 +215,41 @@ async def test_batches_are_compiled_for_sessions_that_fill_an_accelerator(rate, 
     await engine.close()
 
 
-async def test_frames_that_a_robot_sends_are_compiled_first(monkeypatch) -> None:
+SENDS_PLAN = add_plan(SO100_REQUIREMENTS.cameras, SO100_REQUIREMENTS)
+
+
+@pytest.mark.parametrize("sent", [{"front": (480, 640)}, SENDS_PLAN], ids=["frames", "plan"])
+async def test_inputs_that_a_robot_sends_are_compiled_first(monkeypatch, sent: FrameSizes) -> None:
     monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
-    policy, sent = ScriptedPolicy(), {"front": (480, 640)}
+    policy = ScriptedPolicy()
     engine = Engine(batch_sizes=(1, 2, 4))
     engine.has_running_robot = lambda: True
     async with engine.policy_cache.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        assert engine.get_stats()["batch_sizes_to_compile"] == 2
         await engine.compile(served, sent)
+        assert engine.get_stats()["batch_sizes_to_compile"] == 4
         engine.has_running_robot = lambda: False
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         trained = dict(policy.requirements.cameras)
         assert policy.batches == [(2, sent), (4, sent), (2, trained), (4, trained)]
     await engine.close()
+
+
+async def test_plans_run_in_batches_that_are_compiled_for_plans() -> None:
+    needs = replace(SO100_REQUIREMENTS, takes_prefix=True)
+    policy = GatedPolicy(needs)
+    plan = {PREFIX_ACTIONS: np.zeros((1, needs.chunk, needs.action), np.float32)}
+    plan |= {PREFIX_DELAY: np.zeros(1, np.int32), PREFIX_LENGTH: np.zeros(1, np.int32)}
+    asks: list[Ask] = [(make_input() | plan, None) for _ in range(5)]
+    async with running(policy) as (engine, served):
+        for expected in ([1] * 5, [1, 4]):
+            policy.calls.clear()
+            asking = await queue_requests(engine, served, policy, asks)
+            policy.gate.set()
+            await asyncio.gather(*asking)
+            assert policy.calls == expected
+            await engine.compile(served, add_plan({"front": (4, 6)}, needs))
+            await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
 
 
 async def test_a_compile_waits_for_clients_without_a_control_loop(monkeypatch) -> None:
@@ -247,10 +271,10 @@ async def test_idle_follows_compilations_but_not_trials() -> None:
 
     @dataclass
     class Slow(ScriptedPolicy):
-        def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, **plan: bool) -> None:
             if batch > 1:
                 compiled.wait(30)
-            super().compile(batch, cameras)
+            super().compile(batch, cameras, **plan)
 
     policy = Slow()
     engine = Engine(batch_sizes=(1, 2, 4))
@@ -265,7 +289,7 @@ async def test_idle_follows_compilations_but_not_trials() -> None:
     slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
     idle_samples: list[bool] = []
 
-    def profile(batch: int = 1, cameras: object = None) -> float:
+    def profile(batch: int = 1, cameras: object = None, **plan: bool) -> float:
         end = time.monotonic() + 30
         while batch > 1 and len(idle_samples) < 6 and time.monotonic() < end:
             time.sleep(0.001)
@@ -284,10 +308,10 @@ async def test_idle_follows_compilations_but_not_trials() -> None:
 async def test_a_failed_compilation_only_excludes_larger_batches() -> None:
     @dataclass
     class Small(ScriptedPolicy):
-        def compile(self, batch: int = 1, cameras=None) -> None:
+        def compile(self, batch: int = 1, cameras=None, **plan: bool) -> None:
             if batch > 2:
                 raise RuntimeError("RESOURCE_EXHAUSTED")
-            super().compile(batch, cameras)
+            super().compile(batch, cameras, **plan)
 
     policy = Small()
     async with running(policy) as (engine, served):
@@ -301,7 +325,7 @@ async def test_batches_are_measured_briefly_while_a_robot_runs() -> None:
     class ProfiledPolicy(ScriptedPolicy):
         profiled: list[int] = field(default_factory=list)
 
-        def profile(self, batch: int = 1, cameras: object = None) -> float:
+        def profile(self, batch: int = 1, cameras: object = None, **plan: bool) -> float:
             self.profiled.append(batch)
             return {2: 0.001, 4: 0.1}[batch] if batch > 1 else 0.01
 

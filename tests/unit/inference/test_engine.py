@@ -37,11 +37,11 @@ class CompilingPolicy(ScriptedPolicy):
     gate: threading.Event | None = None
     started: threading.Event = field(default_factory=threading.Event)
 
-    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, **plan: bool) -> None:
         self.started.set()
         if self.gate is not None:
             assert self.gate.wait(30)
-        super().compile(batch, cameras)
+        super().compile(batch, cameras, **plan)
 
 
 async def test_an_inference_runs_on_the_device_thread_with_timings(engine: Engine) -> None:

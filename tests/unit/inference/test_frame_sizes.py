@@ -33,7 +33,7 @@ SMALL_INPUT, LARGE_INPUT = observe(), observe(480, 640)
 class SizedPolicy(ScriptedPolicy):
     """Policy whose profile is 1 ms for small and 200 ms for large frames, and twice that for a batch of 4."""
 
-    def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Sizes | None = None, **plan: bool) -> float:
         return (0.2 if cameras == LARGE else 0.001) * (2 if batch == 4 else 1)
 
 

@@ -35,18 +35,18 @@ class PushedPolicy(ScriptedPolicy):
     tried: list[tuple[int, Sizes]] = field(default_factory=list)
     profiled: list[tuple[int, Sizes]] = field(default_factory=list)
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
-        super().compile(batch, cameras)
+    def compile(self, batch: int = 1, cameras: Sizes | None = None, **plan: bool) -> None:
+        super().compile(batch, cameras, **plan)
         self.tried.append((batch, dict(cameras or self.requirements.cameras)))
 
-    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
+    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None, **plan: bool) -> bool:
         if cameras is not None and set(cameras) != set(self.requirements.cameras):
             raise ObservationError(f"cameras {sorted(cameras)}, wanted {sorted(self.requirements.cameras)}")
-        return super().is_compiled(batch, cameras)
+        return super().is_compiled(batch, cameras, **plan)
 
-    def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Sizes | None = None, **plan: bool) -> float:
         self.profiled.append((batch, dict(cameras or self.requirements.cameras)))
-        return super().profile(batch, cameras)
+        return super().profile(batch, cameras, **plan)
 
     def on(self, device: str) -> "PushedPolicy":
         """Return a copy, which shares the programs if the device is the same."""

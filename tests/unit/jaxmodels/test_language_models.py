@@ -251,14 +251,16 @@ def test_frames_of_another_size_compile_only_their_preparation(name: str, golden
     cameras = {camera: (height + 3, width + 5) for camera, (height, width) in policy.requirements.cameras.items()}
     policy.compile(1, cameras)
     policy.compile(2)
+    assert not policy.is_compiled(2, with_plan=True)
+    policy.compile(2, with_plan=True)
     # Prompts of pi0.5 have two lengths. The plan of actions that is continued is an input of the last stage alone.
     lengths = 1 + len(policy.checkpoint.config.short_prompts)
-    stages = {"vision": 1, "prefix": lengths, "denoise": 2}
-    assert [Counter(names) for names in compiled] == [{"frames": 2 * lengths}, {"frames": 2 * lengths} | stages]
+    frames, stages = {"frames": lengths}, {"vision": 1, "prefix": lengths, "denoise": 1}
+    assert [Counter(names) for names in compiled] == [frames, frames | stages, frames | {"denoise": 1}]
     seen = {f"observation.images.{camera}": np.zeros((1, *size, 3), np.uint8) for camera, size in cameras.items()}
     seen["observation.state"] = np.zeros((1, policy.requirements.state), np.float32)
     assert np.isfinite(policy.act(seen | {"task": ["pick"]})).all()
-    assert len(compiled) == 2
+    assert len(compiled) == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

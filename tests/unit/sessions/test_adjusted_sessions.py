@@ -26,6 +26,8 @@ class RecordingPolicy(ScriptedPolicy):
     calls: list[tuple[Mapping[str, np.ndarray], np.ndarray]] = field(default_factory=list)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        if PREFIX_ACTIONS in observation:
+            assert self.is_compiled(with_plan=True), "a robot waits for a compilation"
         chunk = super().act(observation)
         self.calls.append((observation, chunk))
         return chunk
@@ -33,8 +35,11 @@ class RecordingPolicy(ScriptedPolicy):
 
 async def test_a_policy_with_a_prefix_gets_the_plan_at_the_next_chunk() -> None:
     async with rigged(PATIENT) as rig:
-        rig.policy = policy = RecordingPolicy(replace(LONG, takes_prefix=True), latency=0.05, step=0.02)
+        rig.policy = policy = RecordingPolicy(
+            replace(LONG, takes_prefix=True), latency=0.05, step=0.02, compile_latency=0.1
+        )
         await rig.running(replace(NEW, overlap="replace", action_steps=20, record=True))
+        assert not policy.is_compiled(with_plan=True)
         control = rig.sessions.get_live("s").robot_io.controller  # type: ignore[union-attr]
         assert PREFIX_ACTIONS not in policy.calls[-1][0]
         adjusted = await rig.sessions.adjust("s", {"overlap": "rtc", "action_steps": 15})
@@ -55,6 +60,14 @@ async def test_a_policy_with_a_prefix_gets_the_plan_at_the_next_chunk() -> None:
         assert stats["latency_actions"]["p50"] > 5  # type: ignore[index]
         assert isinstance(stats["delay_actions"], int)
         assert control.starvations == 0
+
+
+async def test_programs_for_plans_are_compiled_before_a_session_is_ready() -> None:
+    async with rigged() as rig:
+        rig.policy = policy = RecordingPolicy(replace(LONG, takes_prefix=True))
+        session = await rig.sessions.create(replace(NEW, overlap="rtc"))
+        assert policy.is_compiled(with_plan=True)
+        assert session.require_robot_io().get_input_sizes() == policy.compiled[-1]
 
 
 async def test_an_impossible_change_is_refused_and_changes_nothing() -> None:

@@ -342,11 +342,11 @@ class GatedPolicy(ScriptedPolicy):
     gate: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
 
-    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, **plan: bool) -> None:
         if batch > 1:
             self.started.set()
             self.gate.wait(60)
-        super().compile(batch, cameras)
+        super().compile(batch, cameras, **plan)
 
 
 @asynccontextmanager
