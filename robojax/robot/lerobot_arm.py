@@ -53,11 +53,7 @@ def find_limits(robot: Any) -> Limits:
 
 @contextmanager
 def open_lerobot_arm(flags: Sequence[str], limits: Limits) -> Iterator["LeRobotArm"]:
-    """Make the robot of LeRobot's flags (``--robot.type=...``), as a context manager that disconnects it.
-
-    Raises:
-        RobotError: LeRobot is not installed, refuses the flags, or the robot cannot be used.
-    """
+    """Make the robot of LeRobot's flags (``--robot.type=...``), and disconnect it at the end; a context manager."""
     try:
         # LeRobot is not a dependency of robojax, because both need different versions of other packages.
         robots, draccus = import_module("lerobot.robots"), import_module("draccus")
@@ -89,12 +85,9 @@ def configure_lerobot_arm(arm: "LeRobotArm") -> RobotConfig:
 
 
 class LeRobotArm:
-    """A robot of LeRobot with the methods of ``Arm``.
+    """A robot of LeRobot with the methods of ``Arm``; ``given`` limits replace the limits of its calibration.
 
-    Attributes:
-        limits: lowest and highest targets by joint; ``given`` limits replace those of the calibration.
-        cameras: names of the robot's color cameras.
-        pictures: pictures of the last reading, by camera.
+    ``cameras`` are the names of its color cameras, ``pictures`` the pictures of the last reading by camera.
     """
 
     def __init__(self, robot: Any, given: Limits):
@@ -117,9 +110,10 @@ class LeRobotArm:
         """Connect to the robot, and hold it in its present pose; raise ``RobotError`` if it is not calibrated."""
         try:
             self.robot.connect(calibrate=False)
+            is_calibrated = self.robot.is_calibrated
         except Exception as error:  # Drivers may raise any exception.
             raise RobotError(f"{self.robot.name} cannot be connected: {error}", REPAIR) from error
-        if not self.robot.is_calibrated:
+        if not is_calibrated:
             raise RobotError(f"{self.robot.name} differs from its calibration file", "calibrate it (lerobot-calibrate)")
         while (pose := self.read_pose()) is None:
             pass  # Several failures raise.
