@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,7 +134,10 @@ def robot(
     from robojax.robot.runner import RobotRunner
 
     if unknown := [text for text in context.args if not (lerobot and text.startswith("--robot.") and "=" in text)]:
-        fail(Code.USAGE, f"unknown options: {' '.join(unknown)}", "--robot.NAME=VALUE needs --lerobot", "see --help")
+        options = [name for parameter in context.command.params for name in parameter.opts]
+        near = get_close_matches(unknown[0].partition("=")[0], options) or ["robojax robot --help"]
+        what = f"unknown options: {' '.join(unknown)}"
+        fail(Code.USAGE, what, "--robot.NAME=VALUE needs --lerobot", f"see {', '.join(near)}")
     config, problems = read_robot_config(**vars(flags))
     if lerobot and check:
         fail(Code.USAGE, "a robot of LeRobot has no checks", "--check reads servos of an SO-101", "omit --check")
