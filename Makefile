@@ -110,12 +110,13 @@ $(VENV)/.robojax-gpu: $(VENV)/.robojax-dev
 
 # LeRobot 0.6 needs Python 3.12, in an environment of its own with PyTorch of another version.
 LEROBOT_PYTHON ?= $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),$(shell $(python) -c '' 2>/dev/null && echo $(python))))
-lerobot: $(VENV)/.robojax-lerobot ## LeRobot 0.6.1, for tests with its own robot client
+lerobot: $(VENV)/.robojax-lerobot ## LeRobot 0.6.1, for tests with its robot client, robots and policies
 $(VENV)/.robojax-lerobot: $(BIN)/python
 	@test -n '$(LEROBOT_PYTHON)' || { echo "robojax: LeRobot needs Python 3.12. Install it, or name it: make lerobot LEROBOT_PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "robojax: installing LeRobot (some minutes)"
 	@$(LEROBOT_PYTHON) -m venv $(VENV)/lerobot
-	@$(VENV)/lerobot/bin/python -m pip install --quiet --disable-pip-version-check 'lerobot[async]==0.6.1'
+	@$(VENV)/lerobot/bin/python -m pip install --quiet --disable-pip-version-check 'lerobot[async,dataset]==0.6.1' \
+	  httpx2 websockets msgpack typer  # robojax.client and the command, which tests start from this folder
 	@touch $@
 
 # Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.

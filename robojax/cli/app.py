@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "adjust": ("robojax.cli.sessions", "adjust", "Change the instruction and motion of a session while it moves"),
     "reset": ("robojax.cli.sessions", "reset", "Release the latch of an emergency stop; nothing moves yet"),
     "delete": ("robojax.cli.sessions", "delete", "Remove a session and its rooms"),
-    "robot": ("robojax.cli.robot", "robot", "Connect an SO-100, SO-101 or simulated arm to a session"),
+    "robot": ("robojax.cli.robot", "app", "Connect an SO-100, SO-101, simulated or LeRobot's robot to a session"),
     "token": ("robojax.cli.token", "app", "Manage the keys and tokens of a server"),
     "deployments": ("robojax.cli.sessions", "deployments", "List deployments (policy updates) of running sessions"),
     "policy": ("robojax.cli.sessions", "policy", "Load another revision of a running session's policy"),

@@ -1,7 +1,8 @@
 """Command `robot`: connects an arm and its cameras to a session."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,10 +63,21 @@ class RobotFlags:
     ] = None
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @flatten
 def robot(
     *,
+    context: typer.Context,
     flags: RobotFlags,
+    lerobot: Annotated[
+        bool, robot_option("--lerobot", help="Any type of LeRobot, also of plugins, with all of its --robot.NAME=VALUE")
+    ] = False,
+    limit: Annotated[
+        list[str] | None, safety_option(help="With --lerobot: JOINT=LOW:HIGH, replaces the calibration's; repeatable")
+    ] = None,
     watchdog_ms: Annotated[
         float, safety_option(min=20, max=10_000, help="Milliseconds without a command after which the arm is held")
     ] = 500,
@@ -111,16 +123,24 @@ def robot(
     """Connect an SO-100 or SO-101 arm and its cameras to a session; flags have LeRobot's names.
 
     The arm follows the session's commands and is held without commands, after an emergency stop (space), and at the end
-    (q or Ctrl-C). --robot.type=simulated needs no hardware: MuJoCo simulates an arm that lifts cubes.
-    docs/robots/robot.md is the guide.
+    (q or Ctrl-C). --robot.type=simulated needs no hardware: MuJoCo simulates an arm that lifts cubes. --lerobot is for
+    all other robots of LeRobot. docs/robots/robot.md and docs/robots/lerobot.md are the guides.
 
     Exit code 1 if a check fails or the arm is lost, 2 if a flag or the robot cannot be used, 4 if the server cannot.
     """
     from robojax.robot.config import join_problems, read_robot_config
     from robojax.robot.errors import RobotError
+    from robojax.robot.lerobot_arm import configure_lerobot_arm, open_lerobot_arm, read_limits
     from robojax.robot.runner import RobotRunner
 
+    if unknown := [text for text in context.args if not (lerobot and text.startswith("--robot.") and "=" in text)]:
+        options = [name for parameter in context.command.params for name in parameter.opts]
+        near = get_close_matches(unknown[0].partition("=")[0], options) or ["robojax robot --help"]
+        what = f"unknown options: {' '.join(unknown)}"
+        fail(Code.USAGE, what, "--robot.NAME=VALUE needs --lerobot", f"see {', '.join(near)}")
     config, problems = read_robot_config(**vars(flags))
+    if lerobot and check:
+        fail(Code.USAGE, "a robot of LeRobot has no checks", "--check reads servos of an SO-101", "omit --check")
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent", f"--frames is {frames!r}", "give jpeg or raw")
     if not check and policy is None and session is None:
@@ -130,17 +150,23 @@ def robot(
             "neither --policy.path nor --session is given",
             "--policy.path=user/act_so101 creates a session; `robojax sessions` lists existing sessions",
         )
-    simulated: AbstractContextManager[Any] = nullcontext()
-    try:
-        simulated = _open_simulation(config)
-    except RobotError as error:
-        problems["simulation"] = error
-    if problems and not check:
-        joined = join_problems(problems)
-        fail(Code.USAGE, "the robot cannot be used", str(joined), joined.then)
-    with simulated as simulation:
+    simulation = arm = None
+    with ExitStack() as stack:
+        try:
+            if lerobot:
+                given = [f"--robot.{name}={value}" for name, value in vars(flags).items() if value is not None]
+                arm = stack.enter_context(open_lerobot_arm(given + context.args, read_limits(limit or ())))
+                config, problems = configure_lerobot_arm(arm), {}
+            else:
+                simulation = stack.enter_context(_open_simulation(config))
+        except RobotError as error:
+            problems = {"robot": error} if lerobot else problems | {"simulation": error}
+        if problems and not check:
+            joined = join_problems(problems)
+            fail(Code.USAGE, "the robot cannot be used", str(joined), joined.then)
         runner = RobotRunner(
             robot=config,
+            lerobot=arm,
             server=base_url(server),
             key=key,
             session=session,

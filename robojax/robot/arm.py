@@ -160,6 +160,15 @@ def to_steps(value: float, joint: JointCalibration, unit: Unit) -> int:
 # Joint to servo id, as in LeRobot.
 JOINTS = {"shoulder_pan": 1, "shoulder_lift": 2, "elbow_flex": 3, "wrist_flex": 4, "wrist_roll": 5, "gripper": 6}
 GRIPPER = "gripper"
+# Names of joints on the wire to LeRobot's names.
+WIRE_NAMES = {
+    "Rotation": "shoulder_pan",
+    "Pitch": "shoulder_lift",
+    "Elbow": "elbow_flex",
+    "Wrist_Pitch": "wrist_flex",
+    "Wrist_Roll": "wrist_roll",
+    "Jaw": "gripper",
+}
 POSITION_MODE = 0
 # Register to value, as in LeRobot: quick responses, and soft enough to prevent vibration.
 SET_UP = {
@@ -178,6 +187,12 @@ CALIBRATED = (registers.HOMING_OFFSET, registers.MIN_POSITION, registers.MAX_POS
 BELIEVABLE = range(-RESOLUTION, 2 * RESOLUTION)
 FAILURES = 3  # consecutive failed readings after which a servo counts as lost
 SENSOR = describe_alarms(2)[0]
+
+
+def normalize_joint_name(name: str) -> str:
+    """Return LeRobot's name of a joint, e.g. of ``Rotation``, ``shoulder_pan.pos`` or ``main_shoulder_pan``."""
+    name = name.removesuffix(".pos").removeprefix("main_")
+    return WIRE_NAMES.get(name, name)
 
 
 class Figures(NamedTuple):

@@ -6,20 +6,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from robojax.robot.arm import Arm
+from robojax.robot.arm import GRIPPER, Arm, normalize_joint_name
 from robojax.robot.errors import ArmLost, BusLost, RobotError
-
-# Names of joints on the wire to LeRobot's names.
-WIRE_NAMES = {
-    "Rotation": "shoulder_pan",
-    "Pitch": "shoulder_lift",
-    "Elbow": "elbow_flex",
-    "Wrist_Pitch": "wrist_flex",
-    "Wrist_Roll": "wrist_roll",
-    "Jaw": "gripper",
-}
-# Joints that keep their target when the arm is held, because a gripper would drop its load if it opened a little.
-GRIPS = frozenset({"gripper"})
+from robojax.robot.lerobot_arm import LeRobotArm
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,8 @@ class JointTracker:
                 return Goal(None)
             self._is_held = True
             # Only once, because an arm that repeatedly gets its measured pose as its goal sinks.
-            self._sent = {name: self._sent.get(name, at) if name in GRIPS else at for name, at in pose.items()}
+            # Grippers keep their target, because a gripper that opens a little drops its load.
+            self._sent = {n: self._sent.get(n, at) if n.endswith(GRIPPER) else at for n, at in pose.items()}
             return Goal(dict(self._sent))
         self.hold, self._is_held = None, False
         targets, clamped = {}, []
@@ -135,12 +125,6 @@ class JointTracker:
         return name in self.joints and isinstance(value, int | float) and math.isfinite(value)
 
 
-def normalize_joint_name(name: str) -> str:
-    """Return LeRobot's name of a joint, e.g. of ``Rotation``, ``shoulder_pan.pos`` or ``main_shoulder_pan``."""
-    name = name.removesuffix(".pos").removeprefix("main_")
-    return WIRE_NAMES.get(name, name)
-
-
 BREATH = 0.004  # minimum seconds between cycles, so that many commands at once do not fill the bus
 MAX_POSE_AGE = 0.5  # seconds since the last reading of the servos after which a latch is not released
 
@@ -151,7 +135,7 @@ class ArmThread:
     ``failure`` is the error that ended the thread; ``clamped`` are the joints whose target was clamped so far.
     """
 
-    def __init__(self, arm: Arm, tracker: JointTracker, rate: float):
+    def __init__(self, arm: Arm | LeRobotArm, tracker: JointTracker, rate: float):
         self._arm, self._tracker, self._period = arm, tracker, 1 / rate
         self._lock = threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()

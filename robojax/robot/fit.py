@@ -1,11 +1,10 @@
 """Comparison of a policy with an arm: joints, units and rate, without access to the arm or the server."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from robojax.robot.arm import GRIPPER, JOINTS, Calibration, Unit, from_steps
-from robojax.robot.arm_thread import normalize_joint_name
+from robojax.robot.arm import GRIPPER, JOINTS, Calibration, Unit, from_steps, normalize_joint_name
 
 PERCENT_LIMIT = 101.0  # largest recorded value of a joint in -100..100 of its range, with rounding
 SATURATED = 99.5  # largest value from which on a joint seems to be clipped at 100, which degrees are not
@@ -86,31 +85,31 @@ def suggest_cameras(fit: PolicyFit) -> str:
     )
 
 
-def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> RobotFinding:
+def compare_joints(fit: PolicyFit, given: Sequence[str] | None, joints: Sequence[str] = (*JOINTS,)) -> RobotFinding:
     """Compare the policy's joints with the arm's; ``given`` are the names in ``--policy.joint_names``."""
-    arm, names = ", ".join(JOINTS), fit.joint_names or given
-    give = f"give their names in the order of the dataset's action: --policy.joint_names={','.join(JOINTS)}"
+    arm, names = ", ".join(joints), fit.joint_names or given
+    give = f"give their names in the order of the dataset's action: --policy.joint_names={','.join(joints)}"
     other = "use a policy that was trained on this type of arm"
     if not fit.controls_joints:
         return RobotFinding("joints", "fail", "the policy's actions are not targets of joints", other)
-    if fit.width != len(JOINTS):
+    if fit.width != len(joints):
         named = f" ({', '.join(names)})" if names else ""
-        text = f"the policy moves {fit.width} joints{named}, this arm has {len(JOINTS)}: {arm}"
+        text = f"the policy moves {fit.width} joints{named}, this arm has {len(joints)}: {arm}"
         return RobotFinding("joints", "fail", text, other)
     if names is None:
         refused = [text for text in fit.misfits if "joint" in text]
         return RobotFinding("joints", "fail", "; ".join(refused) or "the checkpoint does not name its joints", give)
-    if unknown := compare_joint_names(names):
+    if unknown := compare_joint_names(names, joints):
         return RobotFinding("joints", "fail", unknown, other if fit.is_named else give)
     return RobotFinding("joints", "ok", ", ".join(map(normalize_joint_name, names)))
 
 
-def compare_joint_names(names: Sequence[str]) -> str | None:
+def compare_joint_names(names: Sequence[str], joints: Iterable[str] = JOINTS) -> str | None:
     """Return how the names of a policy's joints differ from the arm's; None for the same names in any order."""
     found = [normalize_joint_name(name) for name in names]
-    if sorted(found) == sorted(JOINTS):
+    if sorted(found) == sorted(joints):
         return None
-    return f"the policy moves {', '.join(names)}; this arm has {', '.join(JOINTS)}"
+    return f"the policy moves {', '.join(names)}; this arm has {', '.join(joints)}"
 
 
 def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> RobotFinding:

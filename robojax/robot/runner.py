@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +22,8 @@ from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
 from robojax.robot.fit import compare_joint_names, compare_joints, compare_units, read_policy_fit, suggest_cameras
-from robojax.robot.links import OnEvent, RobotRoomsLink, StreamLink, describe_status, run_until_first_ends
+from robojax.robot.lerobot_arm import LeRobotArm
+from robojax.robot.links import OnEvent, Pictures, RobotRoomsLink, StreamLink, describe_status, run_until_first_ends
 
 
 @asynccontextmanager
@@ -85,6 +87,7 @@ class RobotRunner:
         is_started: whether to start the session; else it waits for ``robojax start``.
         is_compressed: whether pictures are sent as JPEG; None: unless the server is on this machine.
         simulation: the ``ServoArm`` of a simulated arm; None for a real arm. Not imported here.
+        lerobot: LeRobot's robot, which then is the arm and has the cameras; None for an arm that ``robot`` describes.
     """
 
     robot: RobotConfig
@@ -103,6 +106,12 @@ class RobotRunner:
     is_dry_run: bool = False
     is_compressed: bool | None = None
     simulation: Any = None
+    lerobot: LeRobotArm | None = None
+
+    @property
+    def joints(self) -> tuple[str, ...]:
+        """Names of the robot's joints."""
+        return tuple(JOINTS if self.lerobot is None else self.lerobot.limits)
 
     @property
     def session_id(self) -> str:
@@ -133,15 +142,20 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
             client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
             cameras = await asyncio.to_thread(_open_cameras, runner, stack)
             servos = None if runner.simulation is None else runner.simulation.servos
-            arm = stack.enter_context(open_arm(runner.robot, servos))
-            session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
+            if runner.lerobot is None:
+                arm, names = stack.enter_context(open_arm(runner.robot, servos)), tuple(cameras)
+                pictures = partial(_read_pictures, cameras)
+            else:
+                arm, names = runner.lerobot, runner.lerobot.cameras
+                pictures = partial(getattr, arm, "pictures")
+            session = await stack.enter_async_context(_session(client, runner, names, end_requested, on_event))
             if end_requested.is_set():
                 raise _Ended
             await asyncio.to_thread(arm.enable_torque)
             on_event("the arm is held where it is")
-            tracker = JointTracker(JOINTS, runner.command_timeout, runner.robot.max_relative_target)
+            tracker = JointTracker(runner.joints, runner.command_timeout, runner.robot.max_relative_target)
             with ArmThread(arm, tracker, runner.rate) as arm_thread:
-                ended = await _run_linked(runner, client, session, arm_thread, cameras, end_requested, on_event)
+                ended = await _run_linked(runner, client, session, arm_thread, pictures, end_requested, on_event)
             if arm_thread.failure is not None:
                 raise arm_thread.failure
             if runner.robot.disable_torque_on_disconnect:
@@ -163,16 +177,11 @@ async def _run_linked(
     client: AsyncClient,
     session: AsyncSession,
     arm_thread: ArmThread,
-    cameras: Mapping[str, Camera],
+    pictures: Pictures,
     end_requested: asyncio.Event,
     on_event: OnEvent,
 ) -> Exception | None:
     """Run the arm until the end; return the error that ended it, or None if a person ended it."""
-
-    def pictures() -> dict[str, np.ndarray]:
-        now = time.monotonic()
-        return {name: camera.newest(now) for name, camera in cameras.items()}
-
     linked, simulation, rate = asyncio.Event(), runner.simulation, runner.rate
     if (await session.status()).rooms.joint_output:
         transport = client.url if runner.transport in (None, "direct") else runner.transport
@@ -218,7 +227,7 @@ async def _session(
             on_event(f"session {session.id} was interrupted and is loaded again")
             await session.restart()
         status = await session.status()
-        if unknown := compare_joint_names(tuple(status.stats.get("measured_joints") or JOINTS)):
+        if unknown := compare_joint_names(tuple(status.stats.get("measured_joints") or runner.joints), runner.joints):
             raise RobotError(f"session {session.id}: {unknown}", "join a session of a policy for an arm like this one")
         on_event(describe_status(status))
         yield session
@@ -226,8 +235,10 @@ async def _session(
     request = build_check(runner, cameras)
     checking = client.request("POST", "/policies/check", request, timeout=600)
     fit = read_policy_fit(await _run_unless_ended(end_requested, checking))
-    units = compare_units(fit, runner.robot.use_degrees, load_calibration(runner.robot))
-    for finding in (compare_joints(fit, runner.joint_names), units):
+    findings = [compare_joints(fit, runner.joint_names, runner.joints)]
+    if runner.lerobot is None:
+        findings.append(compare_units(fit, runner.robot.use_degrees, load_calibration(runner.robot)))
+    for finding in findings:
         if finding.level == "fail":
             raise RobotError(f"the policy does not fit this robot: {finding.found}", finding.fix)
         if finding.level == "warn":
@@ -340,6 +351,11 @@ async def _keys(
                 on_event(f"the arm is held; the server could not be reached: {error}")
         elif key == QUIT:
             end_requested.set()
+
+
+def _read_pictures(cameras: Mapping[str, Camera]) -> dict[str, np.ndarray]:
+    now = time.monotonic()
+    return {name: camera.newest(now) for name, camera in cameras.items()}
 
 
 def _open_cameras(runner: RobotRunner, stack: AsyncExitStack) -> dict[str, Camera]:

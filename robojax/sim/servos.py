@@ -16,9 +16,9 @@ import mujoco
 import numpy as np
 
 from robojax.client import AsyncSession, RobojaxError
-from robojax.robot.arm import GRIPPER, Unit, from_steps, to_steps
+from robojax.robot.arm import GRIPPER, Unit, from_steps, normalize_joint_name, to_steps
 from robojax.robot.arm import JOINTS as SERVOS
-from robojax.robot.arm_thread import ArmThread, normalize_joint_name
+from robojax.robot.arm_thread import ArmThread
 from robojax.robot.bus import GOAL_POSITION, PRESENT_POSITION, TORQUE_ENABLE
 from robojax.robot.cameras import CameraConfig, PictureSource
 from robojax.robot.config import RobotConfig, load_calibration

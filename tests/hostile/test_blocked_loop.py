@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from robojax.robot.arm_thread import JointTracker, normalize_joint_name
+from robojax.robot.arm import normalize_joint_name
+from robojax.robot.arm_thread import JointTracker
 from service import signal_guard
 from tests.faults.arm import Arm, arm, is_moving
 from tests.faults.processes import ROOT, Process, process, rooms, server

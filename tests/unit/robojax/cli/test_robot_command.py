@@ -32,14 +32,26 @@ def test_missing_simulator_names_the_packages_to_install(call: Run, monkeypatch:
     assert "pip install -e '.[sim]'" in done.stderr
 
 
+def test_missing_lerobot_names_the_package_to_install(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lerobot", None)
+    done = call("robot", "--lerobot", "--robot.type=koch_follower", "--robot.more=1", "--policy.path=x")
+    assert done.returncode == 2, done.stderr
+    assert "lerobot" in done.stderr
+    assert "pip install 'lerobot" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "messages"),
     [
         (("--policy.path=x",), 2, ["--robot.type is None", "unit of the joints is not known", "stats.json"]),
         (SIMULATED, 2, ["neither --policy.path nor --session is given"]),
+        ((*SIMULATED, "--robot.more=1", "--session=arm"), 2, ["--robot.more=1", "needs --lerobot"]),
+        ((*SIMULATED, "--sesion=arm"), 2, ["--sesion=arm"]),
+        (("--lerobot", "--robot.type=x", "--limit=elbow", "--session=arm"), 2, ["--limit is 'elbow'", "LOW:HIGH"]),
+        (("--lerobot", "--check"), 2, ["omit --check"]),
         ((*SIMULATED, CAMERA, "--session=arm"), 4, ["no robojax server answers", "robojax serve"]),
     ],
-    ids=["no robot", "no session", "no server"],
+    ids=["no robot", "no session", "LeRobot's flag", "misspelt", "no limit", "no check", "no server"],
 )
 def test_missing_flags_are_named_with_advice(
     call: Run, arguments: tuple[str, ...], code: int, messages: list[str]

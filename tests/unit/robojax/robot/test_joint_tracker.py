@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from robojax.robot.arm import JOINTS
-from robojax.robot.arm_thread import JointTracker, normalize_joint_name
+from robojax.robot.arm import JOINTS, normalize_joint_name
+from robojax.robot.arm_thread import JointTracker
 
 POSE = dict.fromkeys(JOINTS, 10.0)
 
