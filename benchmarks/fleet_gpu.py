@@ -16,7 +16,7 @@ bfloat16. ``admitted`` is the number of sessions with this rate that the server 
 lower rate, so that they find the device's limit and not the limit of the admission.
 
 Targets on an H200: pi0.5 40 robots, ACT 64 robots, the device busy for 80 % of the time, p99 at most 2 times p50.
-Not measured yet on a GPU.
+Last figures, an H200: 48 robots with pi0.5 (the largest number that was tried), 16 with ACT; benchmarks/results/h200.
 """
 
 import argparse

@@ -12,8 +12,9 @@ Each case runs in a process of its own with a time limit, and its figures are wr
 not affect the others. The peer is a Python 3.12 with lerobot 0.6.1, its extras smolvla and pi, and a torch for this
 GPU; it runs after ours, because both need the GPU's memory.
 
-Last figures, an H200 with 16 cores of a Xeon: pi0.5 24.2 ms, SmolVLA 13.4 ms, ACT 2.6 ms; LeRobot eager 238 ms, 233 ms
-and 17.0 ms (benchmarks/results/vla_gpu.json).
+Last figures, an H200 with 16 cores of a Xeon: pi0.5 21.1 ms, and 100.8 chunks a second for 16 robots together
+(benchmarks/results/h200); SmolVLA 13.4 ms, ACT 2.4 ms; LeRobot eager 238 ms, 233 ms and 17.0 ms (results/vla_gpu.json).
+``benchmarks/openpi_jax_peer.py`` measures openpi's own JAX model.
 """
 
 import argparse
@@ -208,7 +209,7 @@ def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) 
     with child("-m", "benchmarks.vla_gpu", "--serve") as process, limit(process, options.limit):
         where = {"device": options.device, "is_small": options.small}
         note("loaded", **process.order(do="load", case=name, **where))
-        for batch in (1, TOGETHER):
+        for batch in options.batches:
             found = process.order(do="compile", batch=batch) | process.order(do="measure", batch=batch, count=count)
             if batch == 1 and case.target_ms is not None:
                 found |= {"target_ms": case.target_ms, "is_met": found["p50_ms"] <= case.target_ms}
@@ -238,7 +239,7 @@ def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) 
         with child(peer, python=python) as process, limit(process, options.limit):
             order = {"case": case.policy, "device": device, "dtype": case.dtype, "cameras": CAMERAS}
             found = process.order(do="load", folder=place, has_weights=False, is_small=options.small, **order)
-            for batch in (1, TOGETHER):
+            for batch in options.batches:
                 process.order(do="measure", batch=batch, count=3)
                 seconds = process.order(do="measure", batch=batch, count=count)["seconds"]
                 note(f"lerobot {name_batch(batch)}", load_s=round(found["load_s"], 2), **summarize(seconds, batch))
@@ -247,6 +248,7 @@ def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", choices=tuple(CASES), action="append", help="only this one; may be given again")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, TOGETHER], help="numbers of robots")
     parser.add_argument("--count", type=int, default=100, help="chunks of each measurement")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take")
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1 and has this GPU")
