@@ -1,4 +1,4 @@
-"""LeRobot's policy server and client as measured by our benchmarks: run by a Python with lerobot 0.4.4 and grpcio.
+"""LeRobot's policy server and client as measured by our benchmarks: run by a Python with lerobot[async] 0.4.4 or 0.6.1.
 
     LEROBOT_PYTHON benchmarks/lerobot_server.py serve --port 8080 [--policy none]
     LEROBOT_PYTHON benchmarks/lerobot_server.py ask --port 8080          # one order of JSON per line
@@ -92,14 +92,18 @@ class Client:
         """Seconds until the policy is loaded."""
         import numpy as np
         from lerobot.async_inference.helpers import RemotePolicyConfig  # pyright: ignore[reportMissingImports]
-        from lerobot.datasets.utils import hw_to_dataset_features  # pyright: ignore[reportMissingImports]
+
+        try:
+            from lerobot.utils.feature_utils import hw_to_dataset_features  # pyright: ignore[reportMissingImports]
+        except ImportError:  # LeRobot 0.4
+            from lerobot.datasets.utils import hw_to_dataset_features  # pyright: ignore[reportMissingImports]
 
         names = [f"camera{i}" for i in range(cameras)]
         features: dict[str, Any] = dict.fromkeys(JOINTS, float) | dict.fromkeys(names, (height, width, 3))
         wanted = hw_to_dataset_features(features, "observation", use_video=False)
         rng = np.random.default_rng(0)
         self._raw = {joint: float(value) for joint, value in zip(JOINTS, rng.standard_normal(len(JOINTS)), strict=True)}
-        self._raw |= {name: rng.integers(0, 256, (height, width, 3), np.uint8) for name in names}
+        self._raw |= {name: rng.integers(0, 256, (height, width, 3), np.uint8) for name in names} | {"task": ""}
         began = time.monotonic()
         setup = RemotePolicyConfig("act", folder, wanted, actions, "cpu")
         self._stub.SendPolicyInstructions(self._messages.PolicySetup(data=pickle.dumps(setup)))

@@ -1,9 +1,10 @@
-"""openpi's own JAX model of pi0.5 with random bfloat16 weights: milliseconds from NumPy frames to NumPy actions, on a GPU.
+"""How long does openpi's own JAX model of pi0.5 take on a GPU, from NumPy frames to NumPy actions?
 
     PYTHONPATH=OPENPI/src python benchmarks/openpi_jax_peer.py 1 2 4 8 16 32
 
-OPENPI is a checkout of https://github.com/Physical-Intelligence/openpi with its packages. Three frames of 224x224, and
-a prompt of 60 tokens, which openpi pads to 200. Prints a line of JSON for each batch size.
+OPENPI is a checkout of https://github.com/Physical-Intelligence/openpi with its packages. Random
+bfloat16 weights, three frames of 224x224, and a prompt of 60 tokens, which openpi pads to 200. Prints a line of JSON for
+each batch size.
 """
 
 import json

@@ -149,7 +149,7 @@ def compile_parts(checkpoint: Any, batch: int, device: Any) -> list[PartCounts]:
         relative=get_relative_actions(checkpoint.normalization, config.action.shape[0]),
         joint_map=config.joint_map,
     )
-    variants, variant = Reader(checkpoint).list_variants(batch, None), ""
+    variants, variant = Reader(checkpoint).list_variants(batch, None, with_plan=True), ""
     for inputs in variants:  # Each compiles only what it does not share with those before.
         if inputs.language != variants[0].language and inputs.language is not None:
             variant = f" {inputs.language[0]}"
