@@ -3,8 +3,8 @@
     PYTHONPATH=OPENPI/src python benchmarks/openpi_jax_peer.py 1 2 4 8 16 32
 
 OPENPI is a checkout of https://github.com/Physical-Intelligence/openpi with its packages. Random
-bfloat16 weights, three frames of 224x224, and a prompt of 60 tokens, which openpi pads to 200. Prints a line of JSON for
-each batch size.
+bfloat16 weights, three frames of 224x224, and a prompt of 60 tokens, which openpi pads to 200. Prints a line of JSON
+for each batch size.
 """
 
 import json
