@@ -138,12 +138,11 @@ class _Records:
             raise EnvelopeError(f"tensors and pictures have more than {MAX_DECODED} bytes")
 
     def _read_tensor(self, found: Mapping[str, Any], shape: list[int], data: memoryview) -> np.ndarray:
-        order = {"little": "<", "big": ">"}.get(found["endianness"])
-        if found["dtype"] not in DTYPES or order is None:
+        if found["dtype"] not in DTYPES or found["endianness"] not in ("little", "big"):
             raise EnvelopeError(
                 f"dtype or endianness of a tensor is unknown; wanted {', '.join(DTYPES)}, little or big"
             )
-        dtype = np.dtype(found["dtype"]).newbyteorder(order)
+        dtype = np.dtype(found["dtype"]).newbyteorder(">" if found["endianness"] == "big" else "<")
         if len(data) != math.prod(shape) * dtype.itemsize:
             raise EnvelopeError(f"a tensor has {len(data)} bytes; wanted shape {shape} of {found['dtype']}")
         self._take(len(data))

@@ -83,7 +83,7 @@ def read_robot_observation(
 def choose_session_id(sessions: Sessions, prefix: str, count: int, taken: Container[str | None], whose: str) -> str:
     """Return the first free one of ``count`` ids with this prefix.
 
-    While a session with the prefix is under an emergency stop, the new one could be of the same robot, so it is refused.
+    While a session with the prefix is under an emergency stop, the new one could be of the same robot, so none is made.
 
     Raises:
         MoveRefused: an emergency stop waits for its reset.
