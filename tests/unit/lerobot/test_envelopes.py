@@ -4,6 +4,7 @@ import io
 import random
 import time
 import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -98,10 +99,8 @@ def test_hostile_envelopes_are_cheap() -> None:
                 hostile[choices.randrange(len(hostile))] = choices.choice((*heads, choices.randrange(256)))
             del hostile[choices.randrange(len(hostile) // 2, len(hostile) + 1) :]
             began = time.perf_counter()
-            try:
+            with suppress(EnvelopeError):
                 read_envelope(bytes(hostile))
-            except EnvelopeError:
-                pass
             assert time.perf_counter() - began < 0.05
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
