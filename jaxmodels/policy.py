@@ -133,6 +133,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         action_range=description.action_range,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
         takes_prefix=get_policy_type(config.type).takes_prefix,
+        trained_delay=config.trained_delay,
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,

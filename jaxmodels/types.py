@@ -88,6 +88,7 @@ class Requirements:
         temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
         takes_prefix: whether an observation may hold the rest of the current plan (`PREFIX_ACTIONS`), which the new
             chunk continues: real-time chunking.
+        trained_delay: longest delay after which the policy is trained to continue a plan; 0 if guidance continues it.
         language: whether an observation must have an instruction (`TASK`).
         observation_steps: consecutive observations in one input, at the policy's `rate`. With two or more, every
             feature has a time axis after the batch axis, oldest first.
@@ -117,6 +118,7 @@ class Requirements:
     rate: float | None = None
     temporal_ensemble_coeff: float | None = None
     takes_prefix: bool = False
+    trained_delay: int = 0
     language: bool = False
     observation_steps: int = 1
     controls_joints: bool = True

@@ -24,7 +24,8 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-def _from_json(value: object) -> object:
+def read_json(value: object) -> object:
+    """Return a value from JSON, as flags say it; other values pass. Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -104,15 +105,17 @@ Where = Annotated[
 ]
 DatabaseUrl = Annotated[str, _matching(r"postgres(ql)?://\S+", "postgresql://USER@HOST:PORT/NAME")]
 Address = Annotated[str, _matching(r"https?://[^/@\s]+", "http://HOST:PORT or https://HOST:PORT, without a path")]
+_ENDPOINT = r"(tcp|tls)/(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):\d{1,5}"
+ZenohEndpoint = Annotated[str, _matching(_ENDPOINT, "tcp/HOST:PORT or tls/HOST:PORT")]
 Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], BeforeValidator(_amounts)]
 Sources = Annotated[Mapping[str, tuple[str, str | None]], BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Networks = Annotated[Names, AfterValidator(_check_networks)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], BeforeValidator(_split)]
-Ranges = Annotated[Mapping[str, tuple[FiniteFloat, FiniteFloat]], BeforeValidator(_from_json), AfterValidator(_ranges)]
+Ranges = Annotated[Mapping[str, tuple[FiniteFloat, FiniteFloat]], BeforeValidator(read_json), AfterValidator(_ranges)]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 Step = Annotated[FiniteFloat, Field(gt=0)]
-Steps = Annotated[Step | Mapping[str, Step] | None, BeforeValidator(_from_json)]
+Steps = Annotated[Step | Mapping[str, Step] | None, BeforeValidator(read_json)]
 
 
 class SettingsError(Exception):

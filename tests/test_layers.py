@@ -73,6 +73,7 @@ DISTRIBUTIONS = {
     "serial": "pyserial",
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",
+    "zenoh": "eclipse-zenoh",
 }
 # Distributions without an import: commands, plug-ins of pytest, and modules named in strings.
 TOOLS = {"beartype", "jupyterlab", "mkdocs-material", "pip-licenses", "pyright", "ruff"}

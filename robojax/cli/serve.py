@@ -71,6 +71,11 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     robots = None if settings.lerobot.lerobot_port is None else _create_lerobot_server(app, listener.getsockname()[0])
     if robots is not None:
         others.append(robots)
+    if settings.lerobot.lerobot_zenoh is not None:
+        from service.lerobot.zenoh_server import LerobotZenohServer
+
+        others.append(LerobotZenohServer(app))
+        also += f"; LeRobot's remote inference: {settings.lerobot.lerobot_zenoh}"
     see_cluster = "docs/operate/cluster.md describes"
     advice: dict[type[Exception], str] = {
         ServerNameTaken: f"end that server, or use another --front-name; {see_cluster} several servers",
@@ -79,7 +84,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         NoDevice: "robojax serve --devices all uses all available devices",
         ModelError: "robojax check PATH says more about a model",
         **dict.fromkeys(StartFailed, "--state names another folder; `--state off` keeps nothing"),
-        CannotListen: "`robojax serve --help-all` lists all settings",
+        **dict.fromkeys((CannotListen, SettingsError), "`robojax serve --help-all` lists all settings"),
     }
 
     def announce(url: str) -> None:
@@ -158,6 +163,9 @@ def _refuse_open_robots(bound: str, settings: Settings) -> None:
     from service.http.origins import is_loopback
 
     lerobot = settings.lerobot
+    if lerobot.lerobot_zenoh is not None and find_spec("zenoh") is None:
+        why = f"lerobot_zenoh: {lerobot.lerobot_zenoh} needs eclipse-zenoh (it is not installed)"
+        fail(Code.USAGE, "the server cannot start", why, "pip install -e '.[zenoh]'")
     if lerobot.lerobot_port is None:
         return
     if find_spec("grpc") is None:

@@ -1,10 +1,22 @@
 """Settings of address, limits, LeRobot's port and embedded transport."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from service.setting_types import Common, Group, Names, Networks, Private, Seconds, conflict
+from service.setting_types import (
+    Common,
+    Group,
+    Names,
+    Networks,
+    Private,
+    Seconds,
+    Sources,
+    ZenohEndpoint,
+    conflict,
+    read_json,
+)
 
 
 class LimitSettings(Group):
@@ -96,12 +108,35 @@ class LerobotSettings(Group):
     lerobot_tls_client_ca: Private[str | None] = Field(
         default=None, description="PEM file with the certificates of the authorities that sign the robots' certificates"
     )
+    lerobot_zenoh: Common[ZenohEndpoint | None] = Field(
+        default=None,
+        description="Endpoint for LeRobot's remote inference (Zenoh), as tcp/127.0.0.1:7447; this protocol has no "
+        "keys, so other machines require lerobot_zenoh_config",
+    )
+    lerobot_zenoh_mode: Literal["peer", "client"] = Field(
+        default="peer", description="peer: listen on lerobot_zenoh; client: connect to the Zenoh router there"
+    )
+    lerobot_zenoh_config: Private[str | None] = Field(
+        default=None, description="Zenoh's JSON5 file with client certificates (enable_mtls), passwords or access rules"
+    )
+    lerobot_deployments: Common[Private[Sources]] = Field(
+        default={},
+        description="Policy that robots may use by this name over lerobot_zenoh, as name=path or name=repo@revision",
+        json_schema_extra={"flag": "--lerobot-deployment", "metavar": "NAME=PATH"},
+    )
+    lerobot_joints: Annotated[Mapping[str, Names], BeforeValidator(read_json)] = Field(
+        default={},
+        description="Names of a deployment's joints in the order of its actions, for checkpoints without LeRobot's "
+        'names: {"name": ["shoulder_pan.pos", ...]}',
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         files = {name: getattr(self, name) for name in ("lerobot_tls_cert", "lerobot_tls_key", "lerobot_tls_client_ca")}
         if len({file is None for file in files.values()}) > 1:
             raise conflict(files, "all three files, or none")
+        if self.lerobot_zenoh is not None and not self.lerobot_deployments:
+            raise conflict({"lerobot_zenoh": self.lerobot_zenoh}, "--lerobot-deployment NAME=PATH, too")
         return self
 
 

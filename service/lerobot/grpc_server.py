@@ -34,9 +34,8 @@ from service.http.server import CannotListen
 from service.inference.config import PolicySettings, set_cache_folders
 from service.inference.policy_sources import REPO_ID
 from service.lerobot import messages, pickles
-from service.lerobot.robot import POLL_TIMEOUT, RobotExchange, make_session_request
+from service.lerobot.robot import POLL_TIMEOUT, RobotExchange, choose_session_id, make_session_request
 from service.logging import sanitize_text
-from service.sessions.store import Session
 from service.streaming import observation
 
 logger = logging.getLogger(__name__)
@@ -235,7 +234,11 @@ class LerobotServer:
                 raise
             revision = revisions[0]
         requirements = await context.policy_reader.read(policy.path, revision)
-        session_id = self._choose_session_id(connection.address)
+        count = context.settings.limits.max_sessions + MAX_ROBOTS
+        taken = {each.session_id for each in self._connections.values()}
+        # A robot that connects again has another port, so its address identifies it.
+        prefix, whose = f"lerobot-{connection.address.replace(':', '-')}", f"a robot at {connection.address}"
+        session_id = choose_session_id(sessions, prefix, count, taken, whose)
         new = make_session_request(policy, requirements, session_id, revision)
         connection.session_id = session_id
         try:
@@ -253,27 +256,6 @@ class LerobotServer:
         connection.exchange = RobotExchange(inference, policy, context.settings.control.frame_age_limit)
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY
-
-    def _choose_session_id(self, address: str) -> str:
-        """Return the id of a new session for a robot at an address.
-
-        A robot that connects again has another port. While any robot of its address is under an emergency stop, the
-        new session could be of the stopped robot, so it is refused.
-
-        Raises:
-            MoveRefused: an emergency stop of this address waits for its reset.
-        """
-        sessions, name = self._context.sessions, address.replace(":", "-")
-        count = self._context.settings.limits.max_sessions + MAX_ROBOTS
-        ids = [f"lerobot-{name}-{number}" for number in range(1, count + 1)]
-        if latched := [session_id for session_id in ids if sessions.get_latch(session_id) is not None]:
-            raise MoveRefused(
-                f"session {latched[0]!r} of a robot at {address} is under an emergency stop; POST /debug/sessions/"
-                f"{latched[0]}/reset resets it"
-            )
-        taken = {each.id for each in sessions.list() if isinstance(each, Session) and not each.is_closed}
-        taken |= {each.session_id for each in self._connections.values() if each.session_id is not None}
-        return next(session_id for session_id in ids if session_id not in taken)
 
     async def _close(self, connection: _Connection) -> None:
         """Delete the session of a connection; an emergency stop stays latched."""

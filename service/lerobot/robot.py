@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from service.errors import InvalidRequest, MoveRefused
 from service.lerobot import pickles
 from service.lerobot.pickles import RobotObservation, RobotPolicyRequest
 from service.sessions.request import DIRECT, NewSession
+from service.sessions.store import Session, Sessions
 from service.streaming import observation
 from service.streaming.direct_inference import DirectInference
 from service.streaming.observation import ClientObservation
@@ -61,6 +63,39 @@ def _read_joint_names(request: RobotPolicyRequest) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise InvalidRequest(f"lerobot_features: {_STATE} has no names; wanted the names of the robot's joints")
     return tuple(names)
+
+
+def read_robot_observation(
+    inference: DirectInference,
+    images: Mapping[str, np.ndarray],
+    state: Sequence[float] | np.ndarray,
+    task: str,
+    timestamp: float | None = None,
+) -> ClientObservation:
+    """Return a robot's complete observation; an empty task keeps the session's last one. Raises InvalidRequest."""
+    task = task.strip()
+    if not task and inference.session.new.language_instruction == _NO_TASK:
+        raise InvalidRequest('the policy follows instructions; start the robot with --task="pick up the cube"')
+    message = {"images": images, "state": state, "prompt": task or None, "timestamp": timestamp}
+    return observation.read_observation(message, inference.observation_spec(), is_complete=True)
+
+
+def choose_session_id(sessions: Sessions, prefix: str, count: int, taken: Container[str | None], whose: str) -> str:
+    """Return the first free one of ``count`` ids with this prefix.
+
+    While a session with the prefix is under an emergency stop, the new one could be of the same robot, so none is made.
+
+    Raises:
+        MoveRefused: an emergency stop waits for its reset.
+    """
+    ids = [f"{prefix}-{number}" for number in range(1, count + 1)]
+    if latched := [session_id for session_id in ids if sessions.get_latch(session_id) is not None]:
+        raise MoveRefused(
+            f"session {latched[0]!r} of {whose} is under an emergency stop; POST /debug/sessions/{latched[0]}/reset "
+            "resets it"
+        )
+    live = {each.id for each in sessions.list() if isinstance(each, Session) and not each.is_closed}
+    return next(session_id for session_id in ids if session_id not in live and session_id not in taken)
 
 
 class _Arrival(NamedTuple):
@@ -160,16 +195,8 @@ class RobotExchange:
     def _read_observation(self, received: RobotObservation) -> ClientObservation:
         if missing := [name for name in self._joint_names if name not in received.values]:
             raise InvalidRequest(f"the observation lacks {missing[:8]}; wanted the joints of the policy instructions")
-        session, task = self._inference.session, received.task.strip()
-        if not task and session.new.language_instruction == _NO_TASK:
-            raise InvalidRequest('the policy follows instructions; start robot_client with --task="pick up the cube"')
-        message = {
-            "images": received.images,
-            "state": [received.values[name] for name in self._joint_names],
-            "prompt": task or None,
-            "timestamp": received.timestamp,
-        }
-        return observation.read_observation(message, self._inference.observation_spec(), is_complete=True)
+        state = [received.values[name] for name in self._joint_names]
+        return read_robot_observation(self._inference, received.images, state, received.task, received.timestamp)
 
     def _is_known(self, arrival: _Arrival, joints: JointTable) -> bool:
         """Return whether a chunk for this observation would repeat the last chunk."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeAlias
 from uuid import uuid4
@@ -18,7 +19,7 @@ from service.errors import (
     UnknownSession,
 )
 from service.inference.engine import Engine
-from service.inference.loaded_policy import LoadPolicy
+from service.inference.loaded_policy import LoadedPolicy, LoadPolicy
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, reused_rooms
 from service.sessions.records import Latch, SessionRecord, SessionRecords
@@ -117,6 +118,10 @@ class Sessions:
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
         return await self._start_session(replace(record, made=record.new.rooms().ids if is_ours else of_before), before)
+
+    def open_policy(self, path: str, revision: str | None) -> AbstractAsyncContextManager[LoadedPolicy]:
+        """Keep a policy in memory for sessions; raises as ``PolicyCache.open_policy``."""
+        return self.engine.policy_cache.open_policy(self._load, path, revision, lambda stage: None)
 
     async def _restart_interrupted(self, before: InterruptedSession) -> Session:
         before.check_restart()

@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,7 +26,6 @@ _MAX_ON_LOOP = 1 << 17  # Largest number of characters that are parsed on the ev
 # Backslashes and characters outside of strings, which are slow to parse.
 _MAX_ESCAPES = 1 << 17
 _MAX_BARE = 1 << 17
-_MAX_VALUES = 512  # Values of a message, which are read in half a millisecond; an observation has less than a hundred.
 _MAX_NUMBERS = 1 << 32  # Numbers of an array, without empty axes.
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
 # Dtypes by numpy's `dtype.str`, in both byte orders.
@@ -40,8 +40,21 @@ _OPENPI_ARRAY_KEYS = {b"__ndarray__", b"data", b"dtype", b"shape"}
 _OPENPI_SCALAR_KEYS = {b"__npgeneric__", b"data", b"dtype"}
 
 
-_MAX_TEXT = 4096  # Bytes of a text in msgpack.
-_MAX_DEPTH = 8
+@dataclass(frozen=True)
+class MsgpackLimits:
+    """Largest numbers of values, levels, items of a list or map, and bytes of a text and of all; ``is_finite``: no NaN.
+
+    A message of the stream has less than a hundred values; 512 are read in half a millisecond.
+    """
+
+    values: int = 512
+    depth: int = 8
+    items: int = 1 << 32
+    text: int = 4096
+    all_text: int = 1 << 21
+    is_finite: bool = False
+
+
 _NUMBERS: dict[int, struct.Struct] = {
     0xCA: struct.Struct(">f"),
     0xCB: struct.Struct(">d"),
@@ -68,16 +81,26 @@ _KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
 }
 
 
-class _MsgpackReader:
+class MsgpackReader:
     """Reads a msgpack body value by value, without copying data.
 
     The msgpack package copies all data; msgspec 0.22 has no limit of values (2 MB of empty maps take 240 ms).
+
+    Args:
+        convert: returns the value of a map, from its own name and its items.
     """
 
-    def __init__(self, body: bytes | memoryview):
+    def __init__(
+        self,
+        body: bytes | memoryview,
+        limits: MsgpackLimits | None = None,
+        convert: Callable[[object, dict[Any, Any]], Any] | None = None,
+    ):
         self._body = memoryview(body)
         self._position, self._end = 0, len(self._body)
-        self._values_left = _MAX_VALUES
+        self._limits = limits = limits or MsgpackLimits()
+        self._convert = convert or _convert_map
+        self._values_left, self._text_left = limits.values, limits.all_text
 
     @property
     def is_at_end(self) -> bool:
@@ -102,7 +125,10 @@ class _MsgpackReader:
         if first in _CONSTANTS:
             return _CONSTANTS[first]
         if first in _NUMBERS:
-            return self._unpack(_NUMBERS[first])
+            number = self._unpack(_NUMBERS[first])
+            if self._limits.is_finite and not math.isfinite(number):
+                raise InvalidRequest("the msgpack has NaN or infinity")
+            return number
         if first not in _KINDS:
             raise _malformed_error()
         kind, packed, size = _KINDS[first]
@@ -112,8 +138,10 @@ class _MsgpackReader:
             return self._take(size)
         if kind == "text":
             return self._read_text(size)
-        if depth >= _MAX_DEPTH:
+        if depth >= self._limits.depth:
             raise _malformed_error()
+        if size > self._limits.items:
+            raise TooLarge(f"the msgpack has a list or map of {size} items; at most {self._limits.items} are read")
         # The limit keeps a large declared size from creating a large range.
         items = range(min(size, self._values_left + 1))
         return self._read_map(key, depth, items) if kind == "map" else [self.read_value(key, depth + 1) for _ in items]
@@ -121,16 +149,17 @@ class _MsgpackReader:
     def _read_map(self, key: object, depth: int, items: range) -> Any:
         found: dict[Any, Any] = {}
         for _ in items:
-            name = self.read_value(depth=_MAX_DEPTH)
+            name = self.read_value(depth=self._limits.depth)
             if isinstance(name, memoryview) and len(name) <= 64:
                 name = bytes(name)
             if not isinstance(name, str | bytes) or name in found:
                 raise _malformed_error()
             found[name] = self.read_value(name, depth + 1)
-        return _convert_map(key, found)
+        return self._convert(key, found)
 
     def _read_text(self, length: int) -> str:
-        if length > _MAX_TEXT:
+        self._text_left -= length
+        if length > self._limits.text or self._text_left < 0:
             raise _malformed_error()
         try:
             return str(self._take(length), "utf-8")
@@ -159,7 +188,7 @@ def unpack(body: bytes | memoryview) -> Any:
         InvalidRequest: the message or an array in it is malformed.
         TooLarge: the message has too many values.
     """
-    reader = _MsgpackReader(body)
+    reader = MsgpackReader(body)
     found = reader.read_value()
     if not reader.is_at_end:
         raise InvalidRequest("the msgpack has data after its end", ("body",))

@@ -276,6 +276,7 @@ class DirectInference:
         observed_at: float | None = None,
         model_input: _ModelInput | None = None,
         is_new_task: bool = False,
+        prefix: Mapping[str, np.ndarray] | None = None,
     ) -> InferenceTrace:
         """Run the policy on a complete observation with its history.
 
@@ -284,6 +285,7 @@ class DirectInference:
             observed_at: monotonic time at which the observation was received. Defaults to now.
             model_input: the decoded observation, if it was decoded before.
             is_new_task: whether the instruction differs from the plan's, which ends the plan.
+            prefix: rest of the plan, for a policy that continues it (``chunk_scheduler.plan_prefix``).
 
         Raises:
             MoveRefused: this client may not control the robot.
@@ -303,6 +305,8 @@ class DirectInference:
         try:
             if model_input is None:
                 model_input = await self._read_observation(observed, robot_io, observed_at)
+            if prefix is not None:
+                model_input = model_input._replace(snapshot=replace(model_input.snapshot, prefix=prefix))
             trace = await self._infer(link, robot_io, observed, model_input, executed_actions, is_new_task)
         finally:
             link.pending_acts -= 1
@@ -378,7 +382,7 @@ class DirectInference:
         runner = robot_io.runner
         loaded = runner.loaded
         all_features = snapshot.observation() | task_input(model_input.instruction, robot_io.runner.prompt_cut)
-        inputs = select_features(loaded.requirements, all_features)
+        inputs = {**select_features(loaded.requirements, all_features), **snapshot.prefix}
         sizes = snapshot.sizes
         if not loaded.is_compiled(sizes):
             await self._compile(robot_io, sizes)
