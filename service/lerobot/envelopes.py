@@ -34,7 +34,7 @@ _PICTURE_FIELDS = {_RECORD, "encoding", "shape", "dtype", "channel_order", "data
 
 
 class EnvelopeError(ServiceError, status=422, code="malformed"):
-    """An envelope cannot be read or answered; ``wire_code`` and ``details`` are those of LeRobot's error."""
+    """An envelope cannot be read or answered; LeRobot's error has ``wire_code`` and ``details``."""
 
     def __init__(self, message: str, wire_code: str = "malformed", details: Mapping[str, Any] | None = None):
         super().__init__(message)
@@ -94,7 +94,7 @@ def read_envelope(payload: bytes | memoryview) -> Envelope:
             raise EnvelopeError(f"{name} is {value!r:.40}; wanted {kind.__name__}, ids of at most {MAX_ID} characters")
     envelope = Envelope(**{name: values[name] for name in types})
     if envelope.message_type not in MESSAGE_TYPES or not 0 <= envelope.generation < 1 << 63:
-        raise EnvelopeError("message_type or generation is not one of the protocol")
+        raise EnvelopeError("message_type or generation is unknown")
     if envelope.message_type in REQUESTS and not (envelope.instance_id and envelope.session_id and envelope.request_id):
         raise EnvelopeError(f"{envelope.message_type} needs instance_id, session_id and request_id")
     return envelope

@@ -54,7 +54,7 @@ class RemoteSession:
     is_closing: bool = False
     _is_faulted: bool = False
     _sequence: int = 0
-    _seen: dict[str, None] = field(default_factory=dict)
+    _request_ids: dict[str, None] = field(default_factory=dict)
     _chunk_cursor: int | None = None  # Cursor of the newest chunk's observation; None before a chunk.
 
     async def control(self, request: Envelope) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ class RemoteSession:
         body = request.body
         if request.generation != self.generation or not self.is_ready or self.is_closing:
             raise EnvelopeError(f"the session is closing, was not reset, or has generation {self.generation}", "stale")
-        if request.request_id in self._seen:
+        if request.request_id in self._request_ids:
             raise EnvelopeError("the request id was used before", "stale")
         if self.work.locked():
             raise EnvelopeError("another request of the session is in progress", "busy")
@@ -128,9 +128,9 @@ class RemoteSession:
             raise EnvelopeError(f"fields {wrong} are missing or of another type")
         if body["sequence"] <= self._sequence:
             raise EnvelopeError(f"sequence is {body['sequence']}; wanted more than {self._sequence}", "stale")
-        self._sequence, self._seen[request.request_id] = body["sequence"], None
-        while len(self._seen) > _MAX_REMEMBERED:
-            del self._seen[next(iter(self._seen))]
+        self._sequence, self._request_ids[request.request_id] = body["sequence"], None
+        while len(self._request_ids) > _MAX_REMEMBERED:
+            del self._request_ids[next(iter(self._request_ids))]
         cursor, shown = body["cursor"], body.get("observation_cursor", body["cursor"])
         if not 0 <= body["delay"] <= self.config.chunk or len(body["task"]) > MAX_INPUT or body["task_version"] < 0:
             raise EnvelopeError(f"delay, task or task_version is out of range: delay at most {self.config.chunk}")
