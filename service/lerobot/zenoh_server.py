@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 from uuid import uuid4
 
@@ -20,6 +20,7 @@ import zenoh
 
 from jaxmodels import Requirements
 from service.api.context import App
+from service.control.aggregation import RTC
 from service.control.config import ControlConfig
 from service.errors import Overloaded, ServiceError, TooManyRequests, TooManySessions, UnknownSession
 from service.http.config import LerobotSettings
@@ -289,6 +290,8 @@ class LerobotZenohServer:
         count = 2 * context.settings.limits.max_sessions
         session_id = choose_session_id(context.sessions, prefix, count, self._creating, whose)
         new = make_session_request(deployment.request, deployment.requirements, session_id, deployment.revision)
+        if mode != "chunk":
+            new = replace(new, overlap=RTC)  # The program that continues plans is compiled before the session is ready.
         self._creating.add(session_id)
         try:
             context.create_limiter.take("LeRobot over Zenoh", "")
@@ -298,11 +301,10 @@ class LerobotZenohServer:
             raise EnvelopeError(str(error), "busy", details) from error
         finally:
             self._creating.discard(session_id)
-        session.stats_sources.append(lambda: {"protocol": "lerobot-zenoh"})
         remote = RemoteSession(
             uuid4().hex,
             session_id,
-            context.stream_clients.create_inference(session, POLL_TIMEOUT),
+            context.stream_clients.create_inference(session, "lerobot-zenoh", POLL_TIMEOUT),
             deployment.config,
             descriptor["capabilities"]["features"],
             deployment.identity,
