@@ -106,11 +106,11 @@ def ask(protocol: str, form: str, url: str, session: str) -> None:
         if protocol == "openpi":
             address = f"{url.replace('http', 'ws')}/sessions/{session}/openpi"
             socket = stack.enter_context(connect(address, max_size=None, compression=None))
-            codec.unpack(socket.recv())
+            socket.recv()  # The metadata.
 
             def act() -> object:
                 socket.send(codec.pack_openpi({f"observation.images.{CAMERA}": picture, "observation.state": state}))
-                return codec.unpack(socket.recv())["actions"]
+                return codec.unpack(bytes(socket.recv(decode=False)))["actions"]
 
         else:
             client = stack.enter_context(Client(url))
