@@ -84,7 +84,7 @@ def make_picture() -> tuple[np.ndarray, bytes]:
 
     random = np.random.default_rng(0)
     coarse = Image.fromarray(random.integers(0, 256, (SIZE[0] // 16, SIZE[1] // 16, 3), np.uint8))
-    soft = np.asarray(coarse.resize(SIZE[::-1], Image.Resampling.BICUBIC))
+    soft = np.asarray(coarse.resize((SIZE[1], SIZE[0]), Image.Resampling.BICUBIC))
     picture = np.clip(soft + random.normal(0, 4, soft.shape), 0, 255).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=90)
