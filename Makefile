@@ -24,11 +24,11 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 
 # Containers like to set it; then each of the processes that tests start, more than a hundred, compiles all files anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests that depend on real time (mark `timed`) run after all others, and the test of a delivery (`alone`) runs last.
+# Tests that depend on real time (mark `timed`) run after all others, and those that need all cores (`alone`) last.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tests/unit/hooks
 	@$(PYTEST) -m "not timed and not alone and not notebook" --numprocesses 3 $(ARGS); \
-	status=$$?; $(PYTEST) -m timed --numprocesses 2 $(ARGS) || status=1; \
+	status=$$?; $(PYTEST) -m "timed and not alone" --numprocesses 2 $(ARGS) || status=1; \
 	$(PYTEST) -m alone $(ARGS) || status=1; exit $$status
 
 # Without what Material for MkDocs prints at each start, about the end of its own life.

@@ -40,6 +40,8 @@ from service.streaming import observation
 
 logger = logging.getLogger(__name__)
 
+_PROTOCOL = "lerobot-grpc"
+
 MAX_ROBOTS = 32
 _MAX_MESSAGE = 4 << 20  # Bytes; LeRobot's client sends pieces of 2 MiB.
 _CHECK_INTERVAL = 0.2  # Seconds between checks for silent robots.
@@ -251,8 +253,9 @@ class LerobotServer:
             if error.status == 422:
                 raise InvalidRequest(f"{error}. {_ORIGIN}") from None
             raise
+        session.protocol = _PROTOCOL
         # While pictures of another size are compiled, GetActions fails after this time, so that no chunk is too late.
-        inference = context.stream_clients.create_inference(session, "lerobot-grpc", POLL_TIMEOUT)
+        inference = context.stream_clients.create_inference(session, _PROTOCOL, POLL_TIMEOUT)
         connection.exchange = RobotExchange(inference, policy, context.settings.control.frame_age_limit)
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY

@@ -27,7 +27,8 @@ from tests.testing.models import edit_json, golden_folder  # noqa: F401 - a fixt
 from tests.testing.recordings import play, subject
 from tests.testing.waiting import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+# The robots, a server and the attacks need both cores of a small machine.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 ROBOTS = 3
 TOKENIZER = Path("vlm", "tokenizer.json")

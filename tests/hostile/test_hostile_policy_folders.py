@@ -268,7 +268,7 @@ async def test_more_stuck_folders_than_cores_delay_no_other_load(tmp_path, good)
 @pytest.mark.parametrize("is_deleted", [False, True])
 async def test_endless_build_is_refused_and_other_policies_load(tmp_path, good, is_deleted):
     slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
-    async with server(load := Loader(), load_timeout=0.5) as call:
+    async with server(load := Loader(), load_timeout=5) as call:
         creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
         await until(lambda: load.waiting)
         if is_deleted:

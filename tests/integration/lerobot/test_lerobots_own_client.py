@@ -2,40 +2,21 @@
 
 import asyncio
 import json
-import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx2
 import numpy as np
 import pytest
 
-from tests.testing.compiling import QUICK
+from tests.testing.lerobot_process import ROOT, running
 from tests.testing.peers import LEROBOT_PYTHON, require_peers
 
 pytestmark = [pytest.mark.needs_peers, pytest.mark.timed]
 require_peers("lerobot")
-ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "tests" / "testing" / "lerobot_client.py"
-
-
-@asynccontextmanager
-async def running(*command: str, folder: Path, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    environment = {**os.environ, **QUICK, "XDG_CACHE_HOME": str(folder), "HF_LEROBOT_HOME": str(folder / "lerobot")}
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_two_robots_execute_actions_and_keep_their_targets_after_a_stop(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from robojax.client import AsyncClient
-from tests.integration.lerobot.test_lerobots_own_client import ROOT, running
+from tests.testing.lerobot_process import ROOT, running
 from tests.testing.peers import LEROBOT_PYTHON, require_peers
 from tests.testing.waiting import until
 

@@ -310,9 +310,9 @@ async def test_frames_of_another_size_hold_during_the_compilation(rig: Rig) -> N
     rig.robots.pop().cancel()
     gate, compile = threading.Event(), rig.policy.compile
 
-    def gated(batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def gated(batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None, **plan: bool) -> None:
         assert gate.wait(30)
-        compile(batch, cameras)
+        compile(batch, cameras, **plan)
 
     rig.policy.compile = gated  # type: ignore[method-assign]
     rig.robot(size=(96, 128))
