@@ -1,6 +1,5 @@
 """Gates of a quantized policy for the command `check`: its actions, and its success on the simulated arm."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from robojax.cli.recordings import source_or_end, warn_of_damage
 from robojax.cli.sim import FIRST_SEED
 
 if TYPE_CHECKING:
-    from jaxmodels import ActionGate, Policy, Requirements
+    from jaxmodels import ActionGate, Policy
     from robojax.sim.evaluation import SuccessGate
 
 # Largest number of recorded observations, which are spread over the recording.
@@ -45,25 +44,29 @@ def measure_gates(policy: "Policy", reference: "Policy", recording: Path | None,
         limit: largest share of a joint's range.
     """
     import jaxmodels
-    from service.recording.replay import PolicyMismatch
-    from service.recording.steps import RecordingError
 
-    named: Any = {} if recording is None else {"source": f"observations of {recording.name}"}
-    seen = None if recording is None else _read(recording, policy.requirements)
-    try:
-        actions = jaxmodels.measure_action_gate(policy, reference, seen, limit=limit, **named)
-    except (PolicyMismatch, RecordingError) as error:
-        fail(Code.USAGE, f"{recording} has no observations for this policy", str(error), "give another recording")
+    if recording is None:
+        actions = jaxmodels.measure_action_gate(policy, reference, limit=limit)
+    else:
+        actions = _measure_recorded(policy, reference, recording, limit)
     return Gates(actions, _compare_success(policy, reference, episodes))
 
 
-def _read(recording: Path, requirements: "Requirements") -> Iterator[Mapping[str, Any]]:
-    from service.recording.replay import read_observations
+def _measure_recorded(policy: "Policy", reference: "Policy", recording: Path, limit: float) -> "ActionGate":
+    source = source_or_end(recording)  # It ends the process without the packages that the next lines need.
+    import jaxmodels
+    from service.recording.replay import PolicyMismatch, read_observations
+    from service.recording.steps import RecordingError
 
-    source = source_or_end(recording)
-    stride = max(requirements.action_steps, -(-(source.info.length or 0) // MAX_OBSERVATIONS))
-    yield from (seen for _, seen in read_observations(source, requirements, stride) if seen is not None)
+    stride = max(policy.requirements.action_steps, -(-(source.info.length or 0) // MAX_OBSERVATIONS))
+    steps = read_observations(source, policy.requirements, stride)
+    seen, named = (step for _, step in steps if step is not None), f"observations of {recording.name}"
+    try:
+        gate = jaxmodels.measure_action_gate(policy, reference, seen, limit=limit, source=named)
+    except (PolicyMismatch, RecordingError) as error:
+        fail(Code.USAGE, f"{recording} has no observations for this policy", str(error), "give another recording")
     warn_of_damage(source)
+    return gate
 
 
 def _compare_success(policy: "Policy", reference: "Policy", episodes: int) -> "SuccessGate | str":

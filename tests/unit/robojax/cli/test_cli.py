@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -13,6 +14,8 @@ from robojax.cli.app import COMMANDS, build_command
 from service.setting_types import Mark
 from service.settings import FIELDS
 from tests.unit.robojax.cli.conftest import end
+
+POLICY = str(Path(__file__).parents[4] / "robojax" / "sim" / "policy")
 
 # One process runs all commands: a module that no command imports is absent at its end.
 HELP_OF_EACH = """
@@ -76,6 +79,7 @@ main()
     [
         ("mujoco", ("demo", "--episodes", "1"), "sim"),
         ("pyarrow", ("replay", "no.mcap", "--policy", "no"), "recording"),
+        ("pyarrow", ("check", POLICY, "--dtype", "int8", "--runs", "5", "--observations", POLICY), "recording"),
         ("grpc", ("serve", "--port", "0", "--lerobot-port", "0"), "lerobot"),
     ],
 )
