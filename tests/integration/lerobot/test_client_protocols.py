@@ -1,0 +1,142 @@
+"""Each client protocol gets the same limited actions, and none after a stop or while the control loop drives."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+import websockets
+
+from robojax.client import AsyncClient, RobojaxError
+from service.lerobot.zenoh_server import LerobotZenohServer
+from service.streaming import codec
+from tests.integration.lerobot.conftest import JOINTS, POSE, Serve, Server
+from tests.testing import rig
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.waiting import until
+from tests.testing.zenoh_robot import ZenohRobot, free_endpoint, rgb, tensor
+
+PICTURE = np.full((48, 64, 3), 7, np.uint8)
+STATE = np.array(list(POSE.values()), np.float32)
+LIMIT, STEPS = 0.5, 8
+
+Ask = Callable[[], Awaitable[np.ndarray]]  # Returns the actions (t, a) for one observation; raises Refused.
+
+
+class Refused(Exception):
+    """The server refused an observation."""
+
+
+@asynccontextmanager
+async def ask_http(server: Server) -> AsyncIterator[tuple[str, Ask]]:
+    async with AsyncClient(server.url) as client:
+        session = await create_session(server, client)
+
+        async def ask() -> np.ndarray:
+            return (await session.act({"front": PICTURE}, STATE)).actions
+
+        yield session.id, ask
+
+
+@asynccontextmanager
+async def ask_stream(server: Server) -> AsyncIterator[tuple[str, Ask]]:
+    async with AsyncClient(server.url) as client:
+        session = await create_session(server, client)
+        async with session.stream() as stream:
+
+            async def ask() -> np.ndarray:
+                return (await stream.act({"front": PICTURE}, STATE)).actions
+
+            yield session.id, ask
+
+
+@asynccontextmanager
+async def ask_openpi(server: Server) -> AsyncIterator[tuple[str, Ask]]:
+    async with AsyncClient(server.url) as client:
+        session = await create_session(server, client)
+
+    async def ask() -> np.ndarray:
+        async with websockets.connect(f"{server.url.replace('http', 'ws')}/sessions/arm/openpi") as socket:
+            await socket.recv()  # The metadata.
+            await socket.send(codec.pack_openpi({"observation/image": PICTURE, "observation/state": STATE}))
+            answer = await socket.recv()
+            if isinstance(answer, str):  # An error, after which the server closes the connection.
+                raise Refused(answer)
+            return codec.unpack(answer)["actions"]
+
+    yield session.id, ask
+
+
+@asynccontextmanager
+async def ask_grpc(server: Server) -> AsyncIterator[tuple[str, Ask]]:
+    async with server.started() as client:
+
+        async def ask() -> np.ndarray:
+            await client.observe(must_go=True)
+            return np.array([timed.action for timed in await client.get_actions()])
+
+        yield "lerobot-127.0.0.1-1", ask
+
+
+@asynccontextmanager
+async def ask_zenoh(server: Server) -> AsyncIterator[tuple[str, Ask]]:
+    async with LerobotZenohServer(server.app):
+        client = ZenohRobot(str(server.app.ctx.settings.lerobot.lerobot_zenoh))
+        try:
+
+            async def is_ready() -> bool:
+                return (await client.describe())["ready"]
+
+            await until(is_ready)
+            await client.start()
+
+            async def ask() -> np.ndarray:
+                features = {"observation.state": tensor(STATE), "observation.images.front": rgb(PICTURE)}
+                answer = await client.observe(features=features)
+                if answer["message_type"] == "error":
+                    raise Refused(answer["body"])
+                record = answer["body"]["canonical_actions"]
+                return np.frombuffer(record["data"], record["dtype"]).reshape(record["shape"])
+
+            yield "zenoh-act-1", ask
+        finally:
+            await client.close()
+
+
+async def create_session(server: Server, client: AsyncClient) -> Any:
+    return await client.create("arm", policy_path=server.path, camera_names=["front"], joint_names=JOINTS)
+
+
+PROTOCOLS = {
+    "http": ask_http,
+    "stream": ask_stream,
+    "openpi": ask_openpi,
+    "lerobot-grpc": ask_grpc,
+    "lerobot-zenoh": ask_zenoh,
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_guard_is_the_same_behind_each_protocol(serve: Serve, tmp_path: Path, protocol: str) -> None:
+    policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=STEPS, action_steps=STEPS), step=5.0)
+    settings: dict[str, Any] = {"max_relative_target": LIMIT, "lerobot_zenoh": free_endpoint()}
+    settings |= {"lerobot_deployments": {"act": str(tmp_path / "policies" / "act")}, "lerobot_joints": {"act": JOINTS}}
+    async with serve(policy, **settings) as server, PROTOCOLS[protocol](server) as (session_id, ask):
+        # The policy asks for 5 per action, and the limit of a step is 0.5.
+        np.testing.assert_allclose(await ask(), STATE + LIMIT * np.arange(1, STEPS + 1)[:, None], atol=1e-4)
+
+        async def stats() -> dict[str, Any]:
+            return rig.expect_ok(await server.call("GET", f"/sessions/{session_id}"))["stats"]
+
+        assert (await stats())["protocol"] == protocol
+        for call in ("start", "emergency_stop"):  # A robot has one controller: the control loop, once it is started.
+            rig.expect_ok(await server.call("POST", f"/sessions/{session_id}/{call}"))
+            acted = policy.acted
+            with pytest.raises((RobojaxError, Refused, grpc.aio.AioRpcError)):
+                await ask()
+            assert policy.acted == acted
+        assert (await stats())["emergency_stop"]
