@@ -171,8 +171,8 @@ def _collect_sessions(sessions: Sequence[AnySession]) -> Iterable[Metric]:
     )
     yield _histogram(
         "robojax_stage_seconds",
-        "Time from a picture to the plan made of it, by stage: the age of the picture when it was asked, waiting "
-        "for the device, to it, computing, back from it, the whole inference, the same as the control loop saw it",
+        "Time from a picture to its plan, by stage: age of the picture at the request, waiting for the device, "
+        "transfer to it, computing, transfer back, the whole inference, the whole inference for the control loop",
         ("session", "stage"),
         (
             ((session.id, stage), figures)

@@ -34,9 +34,9 @@ ADJUST_ROUTES = Routes("Control")
 
 @SESSION_ROUTES.add("GET", "/sessions", answer=_SESSION_LIST, is_specified=True, role=Role.VIEWER)
 async def list_sessions(request: Request) -> HTTPResponse:
-    """All sessions, oldest first; those that failed stay listed for a while.
+    """All sessions, oldest first; failed sessions stay listed for a while.
 
-    In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
+    In a cluster, the sessions of other servers follow, each with its `front` in `stats` and its state of a moment ago.
     """
     listed = [vars(session.status()) for session in list_visible_sessions(request)]
     peer_sessions = request.app.ctx.peer_sessions
@@ -90,7 +90,7 @@ async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
 
 @SESSION_ROUTES.add("DELETE", "/sessions/{session_id}", is_specified=True, errors=(404, 409), role=Role.OPERATOR)
 async def delete_session(request: Request, session_id: str) -> HTTPResponse:
-    """Stop the robot, leave the rooms, remove those that the session made."""
+    """Stop the robot, leave the rooms, and remove the rooms that the session made."""
     sessions = request.app.ctx.sessions
     await sessions.delete(get_visible_session(request, session_id).id)
     return json_response({"message": f"Session {session_id} deleted", **sessions.get_warning()})
@@ -136,10 +136,10 @@ async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
     role=Role.OPERATOR,
 )
 async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
-    """Stop and start in one: plans and failures of before are forgotten.
+    """Stop and start a session in one call, without its earlier plans and failures.
 
-    One that is interrupted, because its server ended, loads its policy and joins its rooms anew; it is `ready` then and
-    waits for its start.
+    A session that was interrupted by the end of its server loads its policy and joins its rooms again; then it is
+    `ready` and waits for its start.
     """
     session = get_visible_session(request, session_id)
     read_empty_body(request)
