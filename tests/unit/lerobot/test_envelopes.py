@@ -51,7 +51,6 @@ def test_big_endian_tensors_and_jpeg_files_are_converted() -> None:
     [
         pack(version=True),
         pack(version=2),
-        pack(message_type="act"),
         pack(generation=-1),
         pack(generation=1 << 63),
         pack(request_id=""),
