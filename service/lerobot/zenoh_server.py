@@ -119,7 +119,7 @@ class LerobotZenohServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
 
-    def client_commands(self) -> list[str]:
+    def list_client_commands(self) -> list[str]:
         """Return the command of a robot of each deployment, without the flags of the robot."""
         endpoint = re.sub(r"/(0\.0\.0\.0|\[::\]):", "/HOST:", self._settings.lerobot_zenoh or "")
         command = f"lerobot-rollout --inference.type=remote --inference.endpoint={endpoint}"
@@ -135,25 +135,21 @@ class LerobotZenohServer:
         """Return the deployment of a policy; raises ServiceError if robots cannot use it."""
         if not _NAME.fullmatch(name):
             raise EnvelopeError("the name is not 1 to 48 letters, digits, '_', '.', '-'")
-        names = self._settings.lerobot_joints.get(name) or needs.joint_names
-        if names is None:
+        given = self._settings.lerobot_joints.get(name)
+        if given is None and needs.joint_names is None:
             raise EnvelopeError(
                 "its checkpoint has no names of joints; give them in the order of its actions: "
                 f'--lerobot-joints \'{{"{name}": ["shoulder_pan.pos", ...]}}\''
             )
         if not needs.controls_joints or needs.observation_steps > 1:
             raise EnvelopeError("its actions are not targets of joints, or it reads several observations")
-        features = {STATE: {"names": list(names)}} | {CAMERA + camera: {} for camera in needs.cameras}
+        features = {STATE: {"names": given or needs.joint_names}} | {CAMERA + camera: {} for camera in needs.cameras}
         request = RobotPolicyRequest(needs.policy_type, path, features, needs.chunk, "", {}, "")
         new = make_session_request(request, needs, f"zenoh-{name}", revision)
-        config = configure_control(needs, new, self._context.sessions.settings)[1]
-        joints = {
-            "shape": [len(names)],
-            "dtype": "float32",
-            "kind": "tensor",
-            "names": list(names),
-            "semantics": SEMANTICS,
-        }
+        table, config = configure_control(needs, new, self._context.sessions.settings)
+        # An SO-101 has LeRobot's names, whatever names its checkpoint has.
+        names = given or [f"{joint.alias}.pos" if joint.alias else joint.name for joint in table.joints]
+        joints = {"shape": [len(names)], "dtype": "float32", "kind": "tensor", "names": names, "semantics": SEMANTICS}
         pictures = {"dtype": "uint8", "kind": "rgb", "names": [], "semantics": SEMANTICS}
         cameras = [{"name": CAMERA + camera, "shape": [*size, 3], **pictures} for camera, size in needs.cameras.items()]
         rtc = ["rtc_trained" if needs.trained_delay else "rtc_guided"] if needs.takes_prefix else []
