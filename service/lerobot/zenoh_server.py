@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from service.lerobot.robot import POLL_TIMEOUT, choose_session_id, make_session_
 from service.lerobot.zenoh_session import ACTION_DEADLINE, CAMERA, MAX_INPUT, STATE, RemoteSession
 from service.logging import sanitize_text
 from service.sessions.compatibility import configure_control
+from service.sessions.request import NewSession
 from service.setting_types import SettingsError
 from service.streaming.observation import DECODERS
 
@@ -48,16 +49,11 @@ _MESSAGE_COST = 1 << 16  # Bytes that every message counts at least.
 _MAX_ANSWERS = 1024  # Answers to queries that are remembered, so that a repeated request gets the same answer.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
 
-_Handler = Callable[[Envelope, float], Coroutine[Any, Any, Envelope]]  # Of a request and the time of its arrival.
-
 
 class _Deployment(NamedTuple):
-    """A loaded policy under the name that clients use."""
+    """A loaded policy under the name that clients use; ``new`` is the request of its sessions, but for their ids."""
 
-    name: str
-    request: RobotPolicyRequest
-    revision: str | None
-    requirements: Requirements
+    new: NewSession
     config: ControlConfig
     descriptor: dict[str, Any]
 
@@ -65,10 +61,10 @@ class _Deployment(NamedTuple):
 class _Endpoint(NamedTuple):
     """Messages of one kind; ``{}`` in the key is a session's id, and ``answers`` changes the key's end for answers."""
 
-    key: str
+    deployment: _Deployment
     kind: str
-    handle: _Handler
-    answers: tuple[str, str] | None = None  # None for queries.
+    key: str
+    answers: list[str]  # Empty for queries.
 
 
 class LerobotZenohServer:
@@ -103,7 +99,8 @@ class LerobotZenohServer:
             try:
                 self._zenoh = await asyncio.to_thread(zenoh.open, config)
             except zenoh.ZError as error:
-                raise CannotListen(f"lerobot_zenoh: {settings.lerobot_zenoh} cannot be opened: {error}") from error
+                why = str(error).partition(" at /")[0]  # Without the line of Zenoh's source.
+                raise CannotListen(f"lerobot_zenoh: {settings.lerobot_zenoh} cannot be opened: {why}") from error
             stack.push_async_callback(asyncio.to_thread, self._zenoh.close)
             self._tokens = [self._declare(deployment) for deployment in self._deployments]
             self._stack = stack.pop_all()
@@ -125,9 +122,9 @@ class LerobotZenohServer:
         command = f"lerobot-rollout --inference.type=remote --inference.endpoint={endpoint}"
         command += " --inference.zenoh_mode=client" * (self._settings.lerobot_zenoh_mode == "client")
         command += " --inference.zenoh_config_path=FILE" * (self._settings.lerobot_zenoh_config is not None)
-        more = f"--inference.semantics={SEMANTICS} --fps="
         return [
-            f"{command} --inference.deployment={each.name} {more}{each.config.action_rate:g}"
+            f"{command} --inference.deployment={each.descriptor['deployment']} --inference.semantics={SEMANTICS} "
+            f"--fps={each.config.action_rate:g}"
             for each in self._deployments
         ]
 
@@ -153,6 +150,7 @@ class LerobotZenohServer:
         pictures = {"dtype": "uint8", "kind": "rgb", "names": [], "semantics": SEMANTICS}
         cameras = [{"name": CAMERA + camera, "shape": [*size, 3], **pictures} for camera, size in needs.cameras.items()]
         rtc = ["rtc_trained" if needs.trained_delay else "rtc_guided"] if needs.takes_prefix else []
+        deadline = {"action_deadline_s": ACTION_DEADLINE}
         descriptor = {
             "deployment": name,
             "instance_id": self._instance_id,
@@ -169,55 +167,35 @@ class LerobotZenohServer:
                 "training_max_delay": needs.trained_delay,
                 "rtc_horizon": config.chunk if rtc else 0,
             },
-            "limits": {
-                "max_input_chars": MAX_INPUT,
-                "max_output_chars": MAX_INPUT,
-                "action_deadline_s": ACTION_DEADLINE,
-            },
+            "limits": {"max_input_chars": MAX_INPUT, "max_output_chars": MAX_INPUT} | deadline,
         }
-        return _Deployment(name, request, revision, needs, config, descriptor)
+        return _Deployment(new, config, descriptor)
 
     # Messages.
 
     def _declare(self, deployment: _Deployment) -> zenoh.LivelinessToken:
-        root = f"lerobot/inference/v1/deployments/{deployment.name}"
+        root = f"lerobot/inference/v1/deployments/{deployment.descriptor['deployment']}"
         instance = f"{root}/instances/{self._instance_id}"
         session = f"{instance}/sessions/{{}}"
-
-        async def describe(request: Envelope, received_at: float) -> Envelope:
-            return request.reply("descriptor", deployment.descriptor, instance_id=self._instance_id)
-
-        async def create(request: Envelope, received_at: float) -> Envelope:
-            return await self._create_session(deployment, request)
-
-        async def control(request: Envelope, received_at: float) -> Envelope:
-            return await self._control(session.format(request.session_id), request)
-
-        async def observe(request: Envelope, received_at: float) -> Envelope:
-            return request.reply("action", await self._find(request).answer_observation(request, received_at))
-
-        async def refuse(request: Envelope, received_at: float) -> Envelope:
-            raise EnvelopeError("this server answers no language requests", "unsupported")
+        for kind, key, *answers in (
+            ("describe", f"{root}/describe"),
+            ("open", f"{instance}/open"),
+            ("control", f"{session}/control"),
+            ("observation", f"{session}/obs", "obs", "act"),
+            ("language_request", f"{session}/language/request", "request", "result"),
+        ):
+            endpoint = _Endpoint(deployment, kind, key, answers)
+            if answers:
+                self._zenoh.declare_subscriber(key.format("*"), partial(self._receive, endpoint))
+            else:
+                self._zenoh.declare_queryable(key.format("*"), partial(self._receive, endpoint), complete=True)
 
         def notice(sample: zenoh.Sample) -> None:
             session_id, is_present = str(sample.key_expr).split("/")[-2], sample.kind == zenoh.SampleKind.PUT
             self._loop.call_soon_threadsafe(self._note_presence, session_id, is_present)
 
-        for endpoint in (
-            _Endpoint(f"{root}/describe", "describe", describe),
-            _Endpoint(f"{instance}/open", "open", create),
-            _Endpoint(f"{session}/control", "control", control),
-            _Endpoint(f"{session}/obs", "observation", observe, ("obs", "act")),
-            _Endpoint(f"{session}/language/request", "language_request", refuse, ("request", "result")),
-        ):
-            receive, key = partial(self._receive, endpoint), endpoint.key.format("*")
-            if endpoint.answers is None:
-                self._zenoh.declare_queryable(key, receive, complete=True)
-            else:
-                self._zenoh.declare_subscriber(key, receive)
-        liveliness = self._zenoh.liveliness()
-        liveliness.declare_subscriber(f"{session.format('*')}/alive", notice, history=True)
-        return liveliness.declare_token(f"{instance}/alive")
+        self._zenoh.liveliness().declare_subscriber(f"{session.format('*')}/alive", notice, history=True)
+        return self._zenoh.liveliness().declare_token(f"{instance}/alive")
 
     def _receive(self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample) -> None:
         """Hand a copy of a message to the event loop, from a thread of Zenoh; a message too many is dropped."""
@@ -245,10 +223,15 @@ class LerobotZenohServer:
             found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
             if found != (kind, "" if kind == "describe" else self._instance_id, key):
                 raise EnvelopeError(f"message type, instance or session are not those of {key}: {found}", "protocol")
-            if endpoint.answers is not None:
-                reply = await endpoint.handle(request, received_at)
+            if endpoint.answers:
+                reply = await self._handle(endpoint, key, request, received_at)
             else:
-                reply = await self._once((key, request.request_id), endpoint.handle(request, received_at))
+                asked = (key, request.request_id)
+                if asked not in self._answers:
+                    self._answers[asked] = self._run(self._handle(endpoint, key, request, received_at))
+                    while len(self._answers) > _MAX_ANSWERS:
+                        del self._answers[next(iter(self._answers))]
+                reply = await self._answers[asked]
         except ServiceError as error:
             code = getattr(error, "wire_code", "malformed" if error.status in (413, 422) else "execution")
             body = {"code": code, "message": sanitize_text(str(error), 2048), "details": getattr(error, "details", {})}
@@ -262,28 +245,32 @@ class LerobotZenohServer:
             if isinstance(message, zenoh.Query):
                 with message:
                     message.reply(key, write_envelope(reply))
-            elif endpoint.answers is not None:
-                key, drop = key.removesuffix(endpoint.answers[0]) + endpoint.answers[1], zenoh.CongestionControl.DROP
+            else:
+                last, replacement = endpoint.answers
+                key, drop = key.removesuffix(last) + replacement, zenoh.CongestionControl.DROP
                 self._zenoh.put(key, write_envelope(reply), congestion_control=drop)
 
-    async def _once(self, asked: tuple[str, str], work: Coroutine[Any, Any, Envelope]) -> Envelope:
-        """Return the answer of a query, or of an earlier one with this key and request id."""
-        if asked in self._answers:
-            work.close()
-        else:
-            self._answers[asked] = self._run(work)
-            while len(self._answers) > _MAX_ANSWERS:
-                del self._answers[next(iter(self._answers))]
-        return await self._answers[asked]
+    async def _handle(self, endpoint: _Endpoint, key: str, request: Envelope, received_at: float) -> Envelope:
+        deployment = endpoint.deployment
+        match endpoint.kind:
+            case "describe":
+                return request.reply("descriptor", deployment.descriptor, instance_id=self._instance_id)
+            case "open":
+                return await self._create_session(deployment, request)
+            case "control":
+                return await self._control(key.removesuffix("control"), request)
+            case "observation":
+                return request.reply("action", await self._find(request).answer_observation(request, received_at))
+        raise EnvelopeError("this server answers no language requests", "unsupported")
 
     # Sessions.
 
     async def _create_session(self, deployment: _Deployment, request: Envelope) -> Envelope:
-        context, name, body = self._context, deployment.name, request.body
-        _check_contract(body, deployment.descriptor)
-        count, whose = 2 * context.settings.limits.max_sessions, f"a robot of deployment {name}"
-        session_id = choose_session_id(context.sessions, f"zenoh-{name}", count, self._creating, whose)
-        new = make_session_request(deployment.request, deployment.requirements, session_id, deployment.revision)
+        context, body, (new, config, descriptor) = self._context, request.body, deployment
+        _check_contract(body, descriptor)
+        count, whose = 2 * context.settings.limits.max_sessions, f"a robot of deployment {descriptor['deployment']}"
+        session_id = choose_session_id(context.sessions, new.session_id, count, self._creating, whose)
+        new = replace(new, session_id=session_id)
         if body["mode"] != "chunk":
             new = replace(new, overlap=RTC)  # The program that continues plans is compiled before the session is ready.
         self._creating.add(session_id)
@@ -296,14 +283,11 @@ class LerobotZenohServer:
         finally:
             self._creating.discard(session_id)
         inference = context.stream_clients.create_inference(session, "lerobot-zenoh", POLL_TIMEOUT)
-        settings = body.get("chunk_settings")
-        descriptor = deployment.descriptor
-        remote = RemoteSession(inference, deployment.config, descriptor, body["mode"], is_aligned=settings is not None)
-        remote_id = uuid4().hex
-        self._sessions[remote_id] = remote
+        remote_id, settings = uuid4().hex, body.get("chunk_settings")
+        self._sessions[remote_id] = RemoteSession(inference, config, descriptor, body["mode"], settings is not None)
         self._note_presence(remote_id, is_present=False)
-        logger.info("a robot of deployment %s has session %s", name, session_id)
-        accepted = {**descriptor, "mode": remote.mode, "chunk_settings": settings}
+        logger.info("%s has session %s", whose, session_id)
+        accepted = {**descriptor, "mode": body["mode"], "chunk_settings": settings}
         return request.reply("accepted", accepted, session_id=remote_id)
 
     def _find(self, request: Envelope) -> RemoteSession:
@@ -326,7 +310,7 @@ class LerobotZenohServer:
             await self._close(request.session_id, "its robot closed it")
         else:
             if operation == "reset":
-                await self._wait_for_subscribers(f"{key}/act", f"{key}/language/result")
+                await self._wait_for_subscribers(f"{key}act", f"{key}language/result")
             await remote.control(operation, request.generation)
         return request.reply("ack", {"operation": operation, "applied_generation": request.generation})
 

@@ -164,7 +164,13 @@ async def test_stale_busy_and_unfit_observations_are_refused(tmp_path) -> None:
         assert code_of(await client.observe(sequence=1)) == "stale"
         features = client.observation()["features"] | {"observation.state": tensor(np.zeros(5, np.float32))}
         assert code_of(await client.observe(features=features)) == "incompatible"
-        for changes in ({"delay": 21}, {"task_version": -1}, {"capture_time": 1}, {"observation_cursor": 1}):
+        bad: list[dict[str, Any]] = [
+            {"delay": 21},
+            {"task_version": -1},
+            {"capture_time": 1},
+            {"observation_cursor": 1},
+        ]
+        for changes in bad:
             assert code_of(await client.observe(**changes)) == "malformed"
         server.policy.latency = 0.3
         first = asyncio.create_task(client.observe("b"))

@@ -97,10 +97,10 @@ def test_hostile_envelopes_are_cheap() -> None:
             for _ in range(choices.randint(1, 8)):
                 hostile[choices.randrange(len(hostile))] = choices.choice((*heads, choices.randrange(256)))
             del hostile[choices.randrange(len(hostile) // 2, len(hostile) + 1) :]
-            began = time.perf_counter()
+            began = time.thread_time()
             with suppress(EnvelopeError):
                 read_envelope(bytes(hostile))
-            assert time.perf_counter() - began < 0.05
+            assert time.thread_time() - began < 0.05
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
