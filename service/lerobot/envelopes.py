@@ -16,7 +16,7 @@ from service.streaming.codec import MsgpackLimits, MsgpackReader
 from service.streaming.observation import decode_image
 
 VERSION = 1
-MAX_BYTES = 32 << 20  # Of an envelope, and so of one tensor.
+MAX_BYTES = 32 << 20  # Of an envelope, which also limits one tensor.
 _MAX_DECODED = 64 << 20  # Bytes of all tensors and pictures of an envelope.
 _MAX_SIDE = 16384  # Of a tensor.
 _MAX_RANK = 8

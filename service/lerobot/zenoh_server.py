@@ -144,7 +144,7 @@ class LerobotZenohServer:
         request = RobotPolicyRequest(needs.policy_type, path, features, needs.chunk, "", {}, "")
         new = make_session_request(request, needs, f"zenoh-{name}", revision)
         table, config = configure_control(needs, new, self._context.sessions.settings)
-        # An SO-101 has LeRobot's names, whatever names its checkpoint has.
+        # An SO-101 has LeRobot's names, even if its checkpoint has other names.
         names = given or [f"{joint.alias}.pos" if joint.alias else joint.name for joint in table.joints]
         joints = {"shape": [len(names)], "dtype": "float32", "kind": "tensor", "names": names, "semantics": SEMANTICS}
         pictures = {"dtype": "uint8", "kind": "rgb", "names": [], "semantics": SEMANTICS}
@@ -222,7 +222,7 @@ class LerobotZenohServer:
             request = await self._loop.run_in_executor(DECODERS, read_envelope, payload)
             found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
             if found != (kind, "" if kind == "describe" else self._instance_id, key):
-                raise EnvelopeError(f"message type, instance or session are not those of {key}: {found}", "protocol")
+                raise EnvelopeError(f"message type, instance or session differ from {key}: {found}", "protocol")
             if endpoint.answers:
                 reply = await self._handle(endpoint, key, request, received_at)
             else:
@@ -348,16 +348,17 @@ def make_config(settings: LerobotSettings) -> zenoh.Config:
         config = zenoh.Config() if path is None else zenoh.Config.from_file(path)
     except zenoh.ZError as error:
         raise CannotListen(f"lerobot_zenoh_config {path!r} cannot be read: {error}") from error
+    rules = json.loads(config.get_json("access_control"))
     is_locked = (
         (endpoint.startswith("tls/") and config.get_json("transport/link/tls/enable_mtls") == "true")
-        or config.get_json("access_control/enabled") == "true"
+        or (rules["enabled"] and rules["default_permission"] == "deny")
         or config.get_json("transport/auth/usrpwd/dictionary_file") != "null"
     )
     if not is_locked and not is_loopback(endpoint.partition("/")[2].rpartition(":")[0].strip("[]")):
         raise CannotListen(
-            f"lerobot_zenoh: {endpoint} is open to other machines, and LeRobot's protocol has no keys; use "
-            "tcp/127.0.0.1:7447, or name a file of Zenoh with access_control, usrpwd or (only for tls/) enable_mtls: "
-            "--lerobot-zenoh-config FILE"
+            f"lerobot_zenoh: {endpoint} is open to other machines, and LeRobot's protocol has no keys; "
+            "use tcp/127.0.0.1:7447, or name a file of Zenoh with enable_mtls (only for tls/), usrpwd, or "
+            "access_control with default_permission deny: --lerobot-zenoh-config FILE"
         )
     addresses = {"peer": ("listen/endpoints", "connect/endpoints"), "client": ("connect/endpoints", "listen/endpoints")}
     used, unused = addresses[mode]

@@ -103,7 +103,7 @@ class RemoteSession:
         }
 
     def _check_order(self, request: Envelope) -> None:
-        """Check that a request is the next one of its session."""
+        """Check that a request is the next request of its session."""
         if self.state != "ready" or request.generation != self.generation:
             self._refuse(request.generation)
         if request.request_id in self._request_ids:

@@ -321,7 +321,7 @@ async def test_a_router_connects_server_and_robot(tmp_path) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """Write an authority, a certificate of localhost by it, and one that another authority signed."""
+    """Write two authorities and their certificates of localhost: of a server and a robot, and of a thief."""
     now, encoding = datetime.datetime.now(datetime.UTC), serialization.Encoding.PEM
 
     def sign(name: str, issuer: str) -> None:
@@ -372,6 +372,7 @@ async def test_only_robots_with_certificates_use_a_tls_endpoint(tmp_path) -> Non
         ("tls/[::]:7447", {"transport": {"link": {"tls": {"enable_mtls": True}}}}, True),
         ("tcp/0.0.0.0:7447", {"transport": {"link": {"tls": {"enable_mtls": True}}}}, False),
         ("tcp/0.0.0.0:7447", {"access_control": {"enabled": True, "default_permission": "deny"}}, True),
+        ("tcp/0.0.0.0:7447", {"access_control": {"enabled": True, "default_permission": "allow"}}, False),
         ("tcp/0.0.0.0:7447", {"transport": {"auth": {"usrpwd": {"dictionary_file": "users"}}}}, True),
         ("tcp/127.0.0.1:7447", "{", False),
     ],
@@ -415,7 +416,7 @@ async def test_a_used_port_is_refused_at_the_start(tmp_path) -> None:
 
 async def test_the_command_of_the_guide_serves_the_shipped_policy(tmp_path) -> None:
     endpoint, page = free_endpoint(), (ROOT / "docs" / "robots" / "lerobot.md").read_text()
-    (command,) = re.findall(r"^robojax (serve --lerobot-zenoh .*)$", page, re.MULTILINE)
+    command = re.findall(r"^robojax (serve --lerobot-zenoh tcp.*)$", page, re.MULTILINE)[0]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "robojax.cli", *shlex.split(command.replace("tcp/127.0.0.1:7447", endpoint))),
         *("--port", "0", "--state", "off"),
