@@ -47,6 +47,10 @@ class RemoteSession:
     _request_ids: deque[str] = field(default_factory=lambda: deque(maxlen=128))
     _chunk_cursor: int | None = None  # Cursor of the newest chunk's observation; None before a chunk.
 
+    @property
+    def _cursor_name(self) -> str:
+        return "observation_cursor" if self.is_aligned else "cursor"
+
     async def control(self, operation: object, generation: int) -> None:
         """Apply a reset or an invalidation after the running inference."""
         async with self.work:
@@ -91,7 +95,7 @@ class RemoteSession:
             except TimeoutError:
                 self.state = "faulted"
                 raise EnvelopeError(f"no actions within {ACTION_DEADLINE:g} s; close the session", "timeout") from None
-        self._chunk_cursor = body["observation_cursor"] if self.is_aligned else body["cursor"]
+        self._chunk_cursor = body[self._cursor_name]
         actions = trace.actions[: self.config.action_steps if self.mode == "chunk" else self.config.chunk]
         return {
             **{name: body[name] for name in (*_ECHOED, *(("observation_cursor", "cursor") if self.is_aligned else ()))},
@@ -110,8 +114,7 @@ class RemoteSession:
             raise EnvelopeError("the request id was used before", "stale")
         if self.work.locked():
             raise EnvelopeError("another request of the session is in progress", "busy")
-        types = _TYPES | ({"observation_cursor": int} if self.is_aligned else {})
-        for name, kind in types.items():
+        for name, kind in (_TYPES | {self._cursor_name: int}).items():
             if type(request.body.get(name)) is not kind:
                 raise EnvelopeError(f"{name} is {request.body.get(name)!r:.80}; wanted {kind.__name__}")
         if request.body["sequence"] <= self._sequence:
@@ -121,21 +124,20 @@ class RemoteSession:
 
     def _check_fields(self, body: Mapping[str, Any]) -> None:
         """Check that the fields of an observation fit the descriptor."""
-        identity, features = self.descriptor["artifact_identity"], self.descriptor["capabilities"]["features"]
+        identity, observed = self.descriptor["artifact_identity"], body[self._cursor_name]
         for name, is_right, wanted in (
             ("artifact_identity", body["artifact_identity"] == identity, identity),
             ("task", len(body["task"]) <= MAX_INPUT, f"at most {MAX_INPUT} characters"),
             ("task_version", body["task_version"] >= 0, "at least 0"),
             ("delay", 0 <= body["delay"] <= self.config.chunk, f"0 to {self.config.chunk}"),
-            (
-                "cursor",
-                not self.is_aligned or body["cursor"] >= body["observation_cursor"],
-                "observation_cursor or more",
-            ),
+            ("cursor", body["cursor"] >= observed, f"at least {observed}"),
         ):
             if not is_right:
                 raise EnvelopeError(f"{name} is {body[name]!r:.80}; wanted {wanted}")
-        wanted = {feature["name"]: f"{feature['dtype']} {feature['shape']}" for feature in features}
+        wanted = {
+            feature["name"]: f"{feature['dtype']} {feature['shape']}"
+            for feature in self.descriptor["capabilities"]["features"]
+        }
         found = {
             name: f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
             for name, value in body["features"].items()
@@ -149,15 +151,13 @@ class RemoteSession:
         if self.mode == "chunk":
             if last is None:
                 return None, None
-            executed = body["observation_cursor"] - last if self.is_aligned else self.config.action_steps
+            executed = body[self._cursor_name] - last if self.is_aligned else self.config.action_steps
             return None, executed if 0 <= executed <= chunk else None
         rests = [body.get(name) for name in ("canonical_continuation", "model_continuation")]
         rest, other = (np.zeros((0, width), np.float32) if value is None else value for value in rests)
         wanted = (*np.shape(rest)[:1], width)
-        if any(not isinstance(value, np.ndarray) or value.dtype != np.float32 for value in (rest, other)) or not (
-            rest.shape == other.shape == wanted and len(rest) <= chunk
-        ):
+        is_float = all(isinstance(value, np.ndarray) and value.dtype == np.float32 for value in (rest, other))
+        if not is_float or not rest.shape == other.shape == wanted or len(rest) > chunk:
             raise EnvelopeError(f"continuations are not two of float32 [k, {width}] with k at most {chunk}, or nil")
-        return plan_prefix(rest, body["delay"], self.config), None if last is None or not len(rest) else chunk - len(
-            rest
-        )
+        executed = None if last is None or not len(rest) else chunk - len(rest)
+        return plan_prefix(rest, body["delay"], self.config), executed

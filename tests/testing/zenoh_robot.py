@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import zenoh
 
-from tests.testing.waiting import until
+from tests.testing.waiting import until, wait_until
 
 ALIGNED = {"chunk_settings": {"chunk_merge": "aligned"}, "required_capabilities": ["chunk_alignment_v2"]}
 DROP = zenoh.CongestionControl.DROP
@@ -71,7 +71,10 @@ class ZenohRobot:
     async def get_all(self, key: str, payload: bytes) -> list[bytes]:
         def ask() -> list[bytes]:
             options = {"target": zenoh.QueryTarget.ALL, "consolidation": zenoh.ConsolidationMode.NONE, "timeout": 10}
-            return [bytes(reply.ok.payload) for reply in self.zenoh.get(key, payload=payload, **options) if reply.ok]
+            querier: Any = self.zenoh.declare_querier(key, **options)  # The stub of matching_status says bool.
+            with querier:
+                wait_until(lambda: querier.matching_status.matching, within=10)
+                return [bytes(reply.ok.payload) for reply in querier.get(payload=payload) if reply.ok]
 
         return await asyncio.to_thread(ask)
 
