@@ -71,11 +71,12 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     robots = None if settings.lerobot.lerobot_port is None else _create_lerobot_server(app, listener.getsockname()[0])
     if robots is not None:
         others.append(robots)
+    list_commands: Callable[[], list[str]] = list
     if settings.lerobot.lerobot_zenoh is not None:
         from service.lerobot.zenoh_server import LerobotZenohServer
 
-        others.append(LerobotZenohServer(app))
-        also += f"; LeRobot's remote inference: {settings.lerobot.lerobot_zenoh}"
+        others.append(remote := LerobotZenohServer(app))
+        list_commands = remote.list_client_commands
     see_cluster = "docs/operate/cluster.md describes"
     advice: dict[type[Exception], str] = {
         ServerNameTaken: f"end that server, or use another --front-name; {see_cluster} several servers",
@@ -91,6 +92,8 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         lerobot = "" if robots is None else f"; LeRobot's robots: port {robots.port}"
         pages = f"page: {url}/ui, API: {url}/docs{also}{lerobot}"
         typer.echo(f"robojax serves at {url} ({rooms}; {pages}). Ctrl-C ends it.")
+        for command in list_commands():
+            typer.echo(f"LeRobot's remote inference, on a robot: {command}")
 
     try:
         run(app, listener, announce, others, app.ctx.loop_watchdog)

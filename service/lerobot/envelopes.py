@@ -16,21 +16,22 @@ from service.streaming.codec import MsgpackLimits, MsgpackReader
 from service.streaming.observation import decode_image
 
 VERSION = 1
-MAX_BYTES = 32 << 20  # Of an envelope, and of one tensor.
-MAX_DECODED = 64 << 20  # Bytes of all tensors and pictures of an envelope.
-MAX_SIDE = 16384  # Of a tensor.
-MAX_RANK = 8
-MAX_PIXELS = 4096 * 4096
-MAX_ID = 128
+MAX_BYTES = 32 << 20  # Of an envelope, which also limits one tensor.
+_MAX_DECODED = 64 << 20  # Bytes of all tensors and pictures of an envelope.
+_MAX_SIDE = 16384  # Of a tensor.
+_MAX_RANK = 8
+_MAX_PIXELS = 4096 * 4096
+_MAX_ID = 128
 # LeRobot reads 32768 values; its messages have at most a thousand, and 8192 are read in 40 ms.
-LIMITS = MsgpackLimits(values=8192, depth=16, items=4096, text=16384, all_text=1 << 20, is_finite=True)
-REQUESTS = frozenset({"observation", "language_request", "control"})  # Of a session.
-MESSAGE_TYPES = REQUESTS | {"action", "language_result", "ack", "describe", "descriptor", "open", "accepted", "error"}
-DTYPES = ("bool", *(f"{kind}int{bits}" for bits in (8, 16, 32, 64) for kind in ("u", "")))
-DTYPES += ("float16", "float32", "float64")
+_LIMITS = MsgpackLimits(values=8192, depth=16, items=4096, text=16384, all_text=1 << 20, is_finite=True)
+_TYPES = {"message_type": str, "body": dict, "instance_id": str, "session_id": str, "generation": int}
+_TYPES |= {"request_id": str}
 _RECORD = "__lerobot_type__"
-_TENSOR_FIELDS = {_RECORD, "dtype", "shape", "endianness", "data"}
-_PICTURE_FIELDS = {_RECORD, "encoding", "shape", "dtype", "channel_order", "data"}
+_DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_DTYPES += ("float16", "float32", "float64")
+# Accepted texts of a record, which has a shape and data, too.
+_TENSOR = {_RECORD: ("tensor",), "dtype": _DTYPES, "endianness": ("little", "big")}
+_PICTURE = {_RECORD: ("rgb",), "dtype": ("uint8",), "encoding": ("raw", "jpeg"), "channel_order": ("RGB",)}
 
 
 class EnvelopeError(ServiceError, status=422, code="malformed"):
@@ -38,7 +39,7 @@ class EnvelopeError(ServiceError, status=422, code="malformed"):
 
     def __init__(self, message: str, wire_code: str = "malformed", details: Mapping[str, Any] | None = None):
         super().__init__(message)
-        self.wire_code, self.details = wire_code, details
+        self.wire_code, self.details = wire_code, details or {}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_envelope(payload: bytes | memoryview) -> Envelope:
     """
     if len(payload) > MAX_BYTES:
         raise EnvelopeError(f"the envelope has {len(payload)} bytes; at most {MAX_BYTES} are read")
-    reader = MsgpackReader(payload, LIMITS, _Records().convert)
+    reader = MsgpackReader(payload, _LIMITS, _RecordReader().convert)
     try:
         values = reader.read_value()
     except (InvalidRequest, TooLarge) as error:
@@ -85,18 +86,15 @@ def read_envelope(payload: bytes | memoryview) -> Envelope:
     version = values.get("version")
     if type(version) is not int or version != VERSION:
         raise EnvelopeError(f"version is {version!r:.40}; this server supports {VERSION}", "unsupported")
-    types = {"message_type": str, "body": dict, "instance_id": str, "session_id": str, "generation": int}
-    types["request_id"] = str
-    for name, kind in types.items():
+    for name, kind in _TYPES.items():
         value = values.get(name)
-        is_long = kind is str and isinstance(value, str) and len(value) > MAX_ID
-        if type(value) is not kind or is_long:
-            raise EnvelopeError(f"{name} is {value!r:.40}; wanted {kind.__name__}, ids of at most {MAX_ID} characters")
-    envelope = Envelope(**{name: values[name] for name in types})
-    if envelope.message_type not in MESSAGE_TYPES or not 0 <= envelope.generation < 1 << 63:
-        raise EnvelopeError("message_type or generation is unknown")
-    if envelope.message_type in REQUESTS and not (envelope.instance_id and envelope.session_id and envelope.request_id):
-        raise EnvelopeError(f"{envelope.message_type} needs instance_id, session_id and request_id")
+        if type(value) is not kind or (isinstance(value, str) and len(value) > _MAX_ID):
+            raise EnvelopeError(f"{name} is {value!r:.40}; wanted {kind.__name__}, ids of at most {_MAX_ID} characters")
+    envelope = Envelope(**{name: values[name] for name in _TYPES})
+    if not 0 <= envelope.generation < 1 << 63:
+        raise EnvelopeError(f"generation is {envelope.generation}; wanted 0 to 2^63 - 1")
+    if not envelope.request_id:
+        raise EnvelopeError("request_id is empty; wanted a new id for each request")
     return envelope
 
 
@@ -108,64 +106,55 @@ def _write_tensor(value: object) -> dict[str, Any]:
     return {_RECORD: "tensor", **head, "data": data}
 
 
-class _Records:
-    """Converts the maps of one envelope that are tensors or pictures, and counts their bytes."""
+class _RecordReader:
+    """Converts the maps of one envelope that are tensors or pictures to arrays, and counts their bytes."""
 
     def __init__(self) -> None:
-        self._left = MAX_DECODED
+        self._bytes_left = _MAX_DECODED
 
     def convert(self, key: object, found: dict[Any, Any]) -> Any:
-        for name in found:
-            if type(name) is not str:
-                raise EnvelopeError("a map has keys that are not text")
+        if any(type(name) is not str for name in found):
+            raise EnvelopeError("a map has keys that are not text")
         if _RECORD not in found:
             return found
-        shape, data, kind = found.get("shape"), found.get("data"), found[_RECORD]
-        is_named = all(isinstance(value, str) for name, value in found.items() if name not in ("shape", "data"))
-        if not is_named or not isinstance(shape, list) or len(shape) > MAX_RANK or not isinstance(data, memoryview):
-            raise EnvelopeError(f"a record needs a shape of at most {MAX_RANK} sides, data, and texts otherwise")
-        if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in shape):
-            raise EnvelopeError(f"shape is {shape}; wanted sides from 1 to {MAX_SIDE}")
-        if kind == "tensor" and found.keys() == _TENSOR_FIELDS:
-            return self._read_tensor(found, shape, data)
-        if kind == "rgb" and found.keys() == _PICTURE_FIELDS:
-            return self._read_picture(str(key), found, shape, data)
-        raise EnvelopeError(f"a record of type {kind!r:.40} has other fields than tensor or rgb")
-
-    def _take(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise EnvelopeError(f"tensors and pictures have more than {MAX_DECODED} bytes")
-
-    def _read_tensor(self, found: Mapping[str, Any], shape: list[int], data: memoryview) -> np.ndarray:
-        if found["dtype"] not in DTYPES or found["endianness"] not in ("little", "big"):
+        is_picture = found[_RECORD] == "rgb"
+        accepted: Mapping[str, tuple[str, ...]] = _PICTURE if is_picture else _TENSOR
+        for name in accepted.keys() | found.keys() - {"shape", "data"}:
+            value = found.get(name)
+            if not isinstance(value, str) or value not in accepted.get(name, ()):
+                raise EnvelopeError(
+                    f"{name} of {key!r:.80} is {value!r:.40}; wanted {accepted.get(name, 'no such field')}"
+                )
+        shape: Any = found.get("shape")
+        data = found.get("data")
+        if not isinstance(shape, list) or len(shape) > _MAX_RANK or not isinstance(data, memoryview):
+            raise EnvelopeError(f"{key!r:.80} needs data, and a shape of at most {_MAX_RANK} sides")
+        if not all(type(side) is int and 1 <= side <= _MAX_SIDE for side in shape):
+            raise EnvelopeError(f"{key!r:.80} has shape {shape!r:.80}; wanted sides from 1 to {_MAX_SIDE}")
+        if is_picture and (len(shape) != 3 or shape[2] != 3 or shape[0] * shape[1] > _MAX_PIXELS):
             raise EnvelopeError(
-                f"dtype or endianness of a tensor is unknown; wanted {', '.join(DTYPES)}, little or big"
+                f"{key!r:.80} has shape {shape}; wanted [height, width, 3], at most {_MAX_PIXELS} pixels"
             )
-        dtype = np.dtype(found["dtype"]).newbyteorder(">" if found["endianness"] == "big" else "<")
-        if len(data) != math.prod(shape) * dtype.itemsize:
-            raise EnvelopeError(f"a tensor has {len(data)} bytes; wanted shape {shape} of {found['dtype']}")
-        self._take(len(data))
-        if dtype.kind == "b" and np.frombuffer(data, np.uint8).max() > 1:
-            raise EnvelopeError("a bool tensor has bytes other than 0 and 1")
+        dtype = np.dtype(found["dtype"]).newbyteorder(">" if found.get("endianness") == "big" else "<")
+        size = math.prod(shape) * dtype.itemsize
+        self._bytes_left -= size
+        if self._bytes_left < 0:
+            raise EnvelopeError(f"tensors and pictures have more than {_MAX_DECODED} bytes")
+        if found.get("encoding") == "jpeg":
+            return _read_jpeg(str(key), data, shape)
+        if len(data) != size:
+            raise EnvelopeError(f"{key!r:.80} has {len(data)} bytes; wanted {size} for {shape} of {dtype.name}")
         array = np.frombuffer(data, dtype).reshape(shape)
+        if dtype.kind == "b" and np.frombuffer(data, np.uint8).max() > 1:
+            raise EnvelopeError(f"{key!r:.80} is bool, but has bytes other than 0 and 1")
         if dtype.kind == "f" and not np.isfinite(array).all():
-            raise EnvelopeError("a tensor has NaN or infinity")
+            raise EnvelopeError(f"{key!r:.80} has NaN or infinity")
         return array.astype(dtype.newbyteorder("="), copy=False)
 
-    def _read_picture(self, name: str, found: Mapping[str, Any], shape: list[int], data: memoryview) -> np.ndarray:
-        encoding, pixels = found["encoding"], math.prod(shape[:2])
-        if len(shape) != 3 or shape[2] != 3 or found["dtype"] != "uint8" or found["channel_order"] != "RGB":
-            raise EnvelopeError(f"a picture has shape {shape}; wanted [height, width, 3] uint8 RGB")
-        if pixels > MAX_PIXELS or encoding not in ("raw", "jpeg"):
-            raise EnvelopeError(f"a picture needs the encoding raw or jpeg and at most {MAX_PIXELS} pixels")
-        self._take(3 * pixels)
-        if encoding == "raw":
-            if len(data) != 3 * pixels:
-                raise EnvelopeError(f"a picture has {len(data)} bytes; wanted {3 * pixels}")
-            return np.frombuffer(data, np.uint8).reshape(shape)
-        # A file with more pixels than declared is not decoded.
-        picture = decode_image(name, data, pixels) if data[:2] == b"\xff\xd8" else None
-        if picture is None or list(picture.shape) != shape:
-            raise EnvelopeError(f"a picture is not a JPEG file of shape {shape}")
-        return picture
+
+def _read_jpeg(name: str, file: memoryview, shape: list[int]) -> np.ndarray:
+    # A file with more pixels than declared is not decoded.
+    picture = decode_image(name, file, shape[0] * shape[1]) if file[:2] == b"\xff\xd8" else None
+    if picture is None or list(picture.shape) != shape:
+        raise EnvelopeError(f"{name!r:.80} is not a JPEG file of shape {shape}")
+    return picture

@@ -7,13 +7,15 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 import zenoh
@@ -29,90 +31,40 @@ from service.http.server import CannotListen
 from service.lerobot.envelopes import MAX_BYTES, Envelope, EnvelopeError, read_envelope, write_envelope
 from service.lerobot.pickles import RobotPolicyRequest
 from service.lerobot.robot import POLL_TIMEOUT, choose_session_id, make_session_request
-from service.lerobot.zenoh_session import (
-    ACTION_DEADLINE,
-    CAMERA,
-    MAX_INPUT,
-    STATE,
-    RemoteSession,
-    check_interval,
-)
+from service.lerobot.zenoh_session import ACTION_DEADLINE, CAMERA, MAX_INPUT, STATE, RemoteSession
 from service.logging import sanitize_text
 from service.sessions.compatibility import configure_control
+from service.sessions.request import NewSession
 from service.setting_types import SettingsError
 from service.streaming.observation import DECODERS
 
 logger = logging.getLogger(__name__)
 
 SEMANTICS = "robot-units"  # What the client's --inference.semantics must say.
-ALIGNED = {"chunk_merge": "aligned"}
-ALIGNMENT = "chunk_alignment_v2"
 IDLE_TIMEOUT = 10.0  # Seconds without the client's liveliness token after which its session is closed.
-_CHECK_INTERVAL = 0.2
+_ALIGNMENT = "chunk_alignment_v2"
 _SUBSCRIBER_TIMEOUT = 5.0  # Seconds that a reset waits for the client's subscribers.
 _MAX_WAITING = 4 * MAX_BYTES  # Bytes of messages that wait; more are dropped, as by the network.
 _MESSAGE_COST = 1 << 16  # Bytes that every message counts at least.
-_MAX_REMEMBERED = 32
+_MAX_ANSWERS = 1024  # Answers to queries that are remembered, so that a repeated request gets the same answer.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
-_LOCKS = {"transport/link/tls/enable_mtls": ("true",), "access_control/enabled": ("true",)}
-
-_Handler = Callable[[Envelope, float], Awaitable[Envelope]]
 
 
-@dataclass(eq=False)
-class _Deployment:
-    """A policy under the name that clients use; ``identity`` is None until it is loaded."""
+class _Deployment(NamedTuple):
+    """A loaded policy under the name that clients use; ``new`` is the request of its sessions, but for their ids."""
 
-    name: str
-    request: RobotPolicyRequest
-    revision: str | None
-    requirements: Requirements
+    new: NewSession
     config: ControlConfig
-    identity: str | None = None
-    failure: str | None = None
+    descriptor: dict[str, Any]
 
-    @property
-    def modes(self) -> list[str]:
-        rtc = "rtc_trained" if self.requirements.trained_delay else "rtc_guided"
-        return ["chunk", rtc] if self.requirements.takes_prefix else ["chunk"]
 
-    def describe(self, instance_id: str) -> dict[str, Any]:
-        names = self.request.features[STATE]["names"]
-        kinds = {STATE: ([len(names)], "float32", "tensor", names)} | {
-            f"{CAMERA}{camera}": ([*size, 3], "uint8", "rgb", []) for camera, size in self.requirements.cameras.items()
-        }
-        fields = ("shape", "dtype", "kind", "names")
-        features = [
-            {"name": name, **dict(zip(fields, kind, strict=True)), "semantics": SEMANTICS}
-            for name, kind in kinds.items()
-        ]
-        steps = {"prediction_steps": self.config.chunk, "execution_steps": self.config.action_steps}
-        capabilities = {
-            "modes": self.modes,
-            **steps,
-            "action_interval": 1 / self.config.action_rate,
-            "features": features,
-            "action_feature": {**features[0], "name": "action"},
-            "training_max_delay": self.requirements.trained_delay,
-            "rtc_horizon": self.config.chunk if self.requirements.takes_prefix else 0,
-        }
-        return {
-            "deployment": self.name,
-            "instance_id": instance_id,
-            "ready": self.identity is not None,
-            "artifact_identity": self.identity or "",
-            "semantics": SEMANTICS,
-            "capabilities": capabilities,
-            "execution_contracts": [ALIGNMENT],
-            "limits": {
-                "max_input_chars": MAX_INPUT,
-                "max_output_chars": MAX_INPUT,
-                "action_deadline_s": ACTION_DEADLINE,
-                "idle_timeout_s": IDLE_TIMEOUT,
-                "inflight_inference": 1,
-            },
-            "failure": self.failure,
-        }
+class _Endpoint(NamedTuple):
+    """Messages of one kind; ``{}`` in the key is a session's id, and ``answers`` changes the key's end for answers."""
+
+    deployment: _Deployment
+    kind: str
+    key: str
+    answers: list[str]  # Empty for queries.
 
 
 class LerobotZenohServer:
@@ -122,28 +74,36 @@ class LerobotZenohServer:
         self._context = app.ctx
         self._settings = app.ctx.settings.lerobot
         self._instance_id = uuid4().hex
+        self._deployments: list[_Deployment] = []
         self._sessions: dict[str, RemoteSession] = {}
-        self._declared: dict[str, list[Any]] = {}  # Of each session, by its id.
-        self._answers: dict[tuple[str, str], asyncio.Task[Envelope]] = {}
         self._creating: set[str | None] = set()
+        self._answers: dict[tuple[str, str], asyncio.Task[Envelope]] = {}  # By key and request id.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lock, self._waiting = threading.Lock(), 0
-        self._tokens: list[Any] = []
 
     async def __aenter__(self) -> Self:
-        """Open Zenoh, and load the policies; raises CannotListen or SettingsError."""
-        self._loop = asyncio.get_running_loop()
-        config = make_config(self._settings)
-        sources = self._settings.lerobot_deployments
-        deployments = [await self._read_deployment(name, *source) for name, source in sources.items()]
-        try:
-            self._zenoh = await asyncio.to_thread(zenoh.open, config)
-        except zenoh.ZError as error:
-            raise CannotListen(f"lerobot_zenoh: {self._settings.lerobot_zenoh} cannot be opened: {error}") from error
-        for deployment in deployments:
-            self._declare(deployment)
-            self._run(self._keep_loaded(deployment))
-        self._run(self._watch())
+        """Load the policies and open Zenoh; raises CannotListen or SettingsError."""
+        self._loop, settings = asyncio.get_running_loop(), self._settings
+        config = make_config(settings)
+        async with AsyncExitStack() as stack:
+            for name, (path, revision) in settings.lerobot_deployments.items():
+                try:
+                    needs = await self._context.policy_reader.read(path, revision)
+                    deployment = self._describe(name, path, revision, needs)
+                    loaded = await stack.enter_async_context(self._context.sessions.open_policy(path, revision))
+                except ServiceError as error:
+                    raise SettingsError(f"lerobot_deployments: {name}={path}: {error}") from error
+                identity = hashlib.sha256(f"{path}@{loaded.commit or revision}".encode()).hexdigest()
+                deployment.descriptor["artifact_identity"] = f"sha256:{identity}"
+                self._deployments.append(deployment)
+            try:
+                self._zenoh = await asyncio.to_thread(zenoh.open, config)
+            except zenoh.ZError as error:
+                why = str(error).partition(" at /")[0]  # Without the line of Zenoh's source.
+                raise CannotListen(f"lerobot_zenoh: {settings.lerobot_zenoh} cannot be opened: {why}") from error
+            stack.push_async_callback(asyncio.to_thread, self._zenoh.close)
+            self._tokens = [self._declare(deployment) for deployment in self._deployments]
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *reason: object) -> None:
@@ -154,7 +114,99 @@ class LerobotZenohServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._zenoh.close)
+        await self._stack.aclose()
+
+    def list_client_commands(self) -> list[str]:
+        """Return the command of a robot of each deployment, without the flags of the robot."""
+        endpoint = re.sub(r"/(0\.0\.0\.0|\[::\]):", "/HOST:", self._settings.lerobot_zenoh or "")
+        command = f"lerobot-rollout --inference.type=remote --inference.endpoint={endpoint}"
+        command += " --inference.zenoh_mode=client" * (self._settings.lerobot_zenoh_mode == "client")
+        command += " --inference.zenoh_config_path=FILE" * (self._settings.lerobot_zenoh_config is not None)
+        return [
+            f"{command} --inference.deployment={each.descriptor['deployment']} --inference.semantics={SEMANTICS} "
+            f"--fps={each.config.action_rate:g}"
+            for each in self._deployments
+        ]
+
+    def _describe(self, name: str, path: str, revision: str | None, needs: Requirements) -> _Deployment:
+        """Return the deployment of a policy; raises ServiceError if robots cannot use it."""
+        if not _NAME.fullmatch(name):
+            raise EnvelopeError("the name is not 1 to 48 letters, digits, '_', '.', '-'")
+        given = self._settings.lerobot_joints.get(name)
+        if given is None and needs.joint_names is None:
+            raise EnvelopeError(
+                "its checkpoint has no names of joints; give them in the order of its actions: "
+                f'--lerobot-joints \'{{"{name}": ["shoulder_pan.pos", ...]}}\''
+            )
+        if not needs.controls_joints or needs.observation_steps > 1:
+            raise EnvelopeError("its actions are not targets of joints, or it reads several observations")
+        features = {STATE: {"names": given or needs.joint_names}} | {CAMERA + camera: {} for camera in needs.cameras}
+        request = RobotPolicyRequest(needs.policy_type, path, features, needs.chunk, "", {}, "")
+        new = make_session_request(request, needs, f"zenoh-{name}", revision)
+        table, config = configure_control(needs, new, self._context.sessions.settings)
+        # An SO-101 has LeRobot's names, even if its checkpoint has other names.
+        names = given or [f"{joint.alias}.pos" if joint.alias else joint.name for joint in table.joints]
+        joints = {"shape": [len(names)], "dtype": "float32", "kind": "tensor", "names": names, "semantics": SEMANTICS}
+        pictures = {"dtype": "uint8", "kind": "rgb", "names": [], "semantics": SEMANTICS}
+        cameras = [{"name": CAMERA + camera, "shape": [*size, 3], **pictures} for camera, size in needs.cameras.items()]
+        rtc = ["rtc_trained" if needs.trained_delay else "rtc_guided"] if needs.takes_prefix else []
+        deadline = {"action_deadline_s": ACTION_DEADLINE}
+        descriptor = {
+            "deployment": name,
+            "instance_id": self._instance_id,
+            "ready": True,
+            "semantics": SEMANTICS,
+            "execution_contracts": [_ALIGNMENT],
+            "capabilities": {
+                "modes": ["chunk", *rtc],
+                "prediction_steps": config.chunk,
+                "execution_steps": config.action_steps,
+                "action_interval": 1 / config.action_rate,
+                "features": [{"name": STATE, **joints}, *cameras],
+                "action_feature": {"name": "action", **joints},
+                "training_max_delay": needs.trained_delay,
+                "rtc_horizon": config.chunk if rtc else 0,
+            },
+            "limits": {"max_input_chars": MAX_INPUT, "max_output_chars": MAX_INPUT} | deadline,
+        }
+        return _Deployment(new, config, descriptor)
+
+    # Messages.
+
+    def _declare(self, deployment: _Deployment) -> zenoh.LivelinessToken:
+        root = f"lerobot/inference/v1/deployments/{deployment.descriptor['deployment']}"
+        instance = f"{root}/instances/{self._instance_id}"
+        session = f"{instance}/sessions/{{}}"
+        for kind, key, *answers in (
+            ("describe", f"{root}/describe"),
+            ("open", f"{instance}/open"),
+            ("control", f"{session}/control"),
+            ("observation", f"{session}/obs", "obs", "act"),
+            ("language_request", f"{session}/language/request", "request", "result"),
+        ):
+            endpoint = _Endpoint(deployment, kind, key, answers)
+            if answers:
+                self._zenoh.declare_subscriber(key.format("*"), partial(self._receive, endpoint))
+            else:
+                self._zenoh.declare_queryable(key.format("*"), partial(self._receive, endpoint), complete=True)
+
+        def notice(sample: zenoh.Sample) -> None:
+            session_id, is_present = str(sample.key_expr).split("/")[-2], sample.kind == zenoh.SampleKind.PUT
+            self._loop.call_soon_threadsafe(self._note_presence, session_id, is_present)
+
+        self._zenoh.liveliness().declare_subscriber(f"{session.format('*')}/alive", notice, history=True)
+        return self._zenoh.liveliness().declare_token(f"{instance}/alive")
+
+    def _receive(self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample) -> None:
+        """Hand a copy of a message to the event loop, from a thread of Zenoh; a message too many is dropped."""
+        received_at, data = time.monotonic(), message.payload or b""
+        cost = max(len(data), _MESSAGE_COST)
+        with self._lock:
+            if len(data) > MAX_BYTES or self._waiting + cost > _MAX_WAITING:
+                return
+            self._waiting += cost
+        work = self._respond(endpoint, message, bytes(data), received_at)
+        self._loop.call_soon_threadsafe(self._run, work)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name="a robot of LeRobot over Zenoh")
@@ -162,135 +214,64 @@ class LerobotZenohServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _read_deployment(self, name: str, path: str, revision: str | None) -> _Deployment:
-        """Read what a policy needs; raises SettingsError if robots cannot use it."""
-        if not _NAME.fullmatch(name):
-            raise SettingsError(f"lerobot_deployments: the name {name!r} is not 1 to 48 letters, digits, '_', '.', '-'")
-        try:
-            needs = await self._context.policy_reader.read(path, revision)
-            names = self._settings.lerobot_joints.get(name) or needs.joint_names
-            if names is None:
-                raise EnvelopeError(
-                    "its checkpoint has no names of joints; give them in the order of its actions: "
-                    f'--lerobot-joints \'{{"{name}": ["shoulder_pan.pos", ...]}}\''
-                )
-            if not needs.controls_joints or needs.observation_steps > 1:
-                raise EnvelopeError("its actions are not targets of joints, or it reads several observations")
-            features = {STATE: {"names": list(names)}} | {f"{CAMERA}{camera}": {} for camera in needs.cameras}
-            request = RobotPolicyRequest(needs.policy_type, path, features, needs.chunk, "", {}, "")
-            new = make_session_request(request, needs, f"zenoh-{name}", revision)
-            config = configure_control(needs, new, self._context.sessions.settings)[1]
-        except ServiceError as error:
-            raise SettingsError(f"lerobot_deployments: {name}={path}: {error}") from error
-        return _Deployment(name, request, revision, needs, config)
-
-    async def _keep_loaded(self, deployment: _Deployment) -> None:
-        path, revision = deployment.request.path, deployment.revision
-        try:
-            async with self._context.sessions.open_policy(path, revision) as loaded:
-                identity = f"{path}@{loaded.commit or revision}"
-                deployment.identity = f"sha256:{hashlib.sha256(identity.encode()).hexdigest()}"
-                await asyncio.Event().wait()
-        except ServiceError as error:
-            deployment.failure = sanitize_text(str(error))
-            logger.error("deployment %s cannot be loaded: %s", deployment.name, deployment.failure)
-
-    # Messages. Zenoh calls the callbacks in its own threads.
-
-    def _declare(self, deployment: _Deployment) -> None:
-        name = f"lerobot/inference/v1/deployments/{deployment.name}"
-        instance = f"{name}/instances/{self._instance_id}"
-
-        async def describe(request: Envelope, received_at: float) -> Envelope:
-            body = deployment.describe(self._instance_id)
-            return request.reply("descriptor", body, instance_id=self._instance_id)
-
-        async def create(request: Envelope, received_at: float) -> Envelope:
-            return await self._once("", request, lambda: self._create_session(deployment, instance, request))
-
-        self._answer_queries(f"{name}/describe", "describe", describe)
-        self._answer_queries(f"{instance}/open", "open", create)
-        self._tokens.append(self._zenoh.liveliness().declare_token(f"{instance}/alive"))
-
-    def _answer_queries(self, key: str, kind: str, handle: _Handler) -> Any:
-        def reply(query: zenoh.Query, payload: bytes | None) -> None:
-            with query, suppress(zenoh.ZError):
-                if payload is not None:
-                    query.reply(query.key_expr, payload)
-
-        def receive(query: zenoh.Query) -> None:
-            if not self._receive(query.payload, kind, handle, lambda payload: reply(query, payload)):
-                query.drop()
-
-        return self._zenoh.declare_queryable(key, receive, complete=True)
-
-    def _receive(
-        self, data: zenoh.ZBytes | None, kind: str, handle: _Handler, respond: Callable[[bytes | None], None]
-    ) -> bool:
-        """Hand a copy of a message to the event loop; False if it is too large, or too many wait."""
-        received_at, size = time.monotonic(), 0 if data is None else len(data)
-        cost = max(size, _MESSAGE_COST)
-        with self._lock:
-            if not 0 < size <= MAX_BYTES or self._waiting + cost > _MAX_WAITING:
-                return False
-            self._waiting += cost
-        payload = bytes(data or b"")
-
-        def start() -> None:
-            task = self._run(self._answer(payload, kind, handle, respond, received_at))
-            task.add_done_callback(lambda done: self._release(cost))
-
-        self._loop.call_soon_threadsafe(start)
-        return True
-
-    def _release(self, cost: int) -> None:
-        with self._lock:
-            self._waiting -= cost
-
-    async def _answer(
-        self,
-        payload: bytes,
-        kind: str,
-        handle: _Handler,
-        respond: Callable[[bytes | None], None],
-        received_at: float,
+    async def _respond(
+        self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample, payload: bytes, received_at: float
     ) -> None:
-        request = Envelope("error")
+        request, kind, key = Envelope("error"), endpoint.kind, str(message.key_expr)
         try:
             request = await self._loop.run_in_executor(DECODERS, read_envelope, payload)
-            if request.message_type != kind:
-                raise EnvelopeError(f"message_type is {request.message_type}; wanted {kind}", "protocol")
-            answer = await handle(request, received_at)
+            found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
+            if found != (kind, "" if kind == "describe" else self._instance_id, key):
+                raise EnvelopeError(f"message type, instance or session differ from {key}: {found}", "protocol")
+            if endpoint.answers:
+                reply = await self._handle(endpoint, key, request, received_at)
+            else:
+                asked = (key, request.request_id)
+                if asked not in self._answers:
+                    self._answers[asked] = self._run(self._handle(endpoint, key, request, received_at))
+                    while len(self._answers) > _MAX_ANSWERS:
+                        del self._answers[next(iter(self._answers))]
+                reply = await self._answers[asked]
         except ServiceError as error:
-            answer = request.reply("error", _describe_error(error))
+            code = getattr(error, "wire_code", "malformed" if error.status in (413, 422) else "execution")
+            body = {"code": code, "message": sanitize_text(str(error), 2048), "details": getattr(error, "details", {})}
+            reply = request.reply("error", body)
         except Exception:
             logger.exception("message %s of a robot failed", kind)
-            answer = request.reply("error", {"code": "execution", "message": "the server's log says more"})
-        respond(write_envelope(answer))
+            reply = request.reply("error", {"code": "execution", "message": "the server's log says more"})
+        with self._lock:
+            self._waiting -= max(len(payload), _MESSAGE_COST)
+        with suppress(zenoh.ZError):  # The client is gone.
+            if isinstance(message, zenoh.Query):
+                with message:
+                    message.reply(key, write_envelope(reply))
+            else:
+                last, replacement = endpoint.answers
+                key, drop = key.removesuffix(last) + replacement, zenoh.CongestionControl.DROP
+                self._zenoh.put(key, write_envelope(reply), congestion_control=drop)
 
-    async def _once(self, scope: str, request: Envelope, make: Callable[[], Coroutine[Any, Any, Envelope]]) -> Envelope:
-        """Return the same answer for a repeated request id."""
-        key = (scope, request.request_id)
-        if key not in self._answers:
-            self._answers[key] = self._run(make())
-            known = [one for one in self._answers if one[0] == scope]
-            for old in known[:-_MAX_REMEMBERED]:
-                del self._answers[old]
-        return await asyncio.shield(self._answers[key])
+    async def _handle(self, endpoint: _Endpoint, key: str, request: Envelope, received_at: float) -> Envelope:
+        deployment = endpoint.deployment
+        match endpoint.kind:
+            case "describe":
+                return request.reply("descriptor", deployment.descriptor, instance_id=self._instance_id)
+            case "open":
+                return await self._create_session(deployment, request)
+            case "control":
+                return await self._control(key.removesuffix("control"), request)
+            case "observation":
+                return request.reply("action", await self._find(request).answer_observation(request, received_at))
+        raise EnvelopeError("this server answers no language requests", "unsupported")
 
     # Sessions.
 
-    async def _create_session(self, deployment: _Deployment, instance: str, request: Envelope) -> Envelope:
-        body, context, name = request.body, self._context, deployment.name
-        descriptor = deployment.describe(self._instance_id)
-        if deployment.identity is None or request.instance_id != self._instance_id:
-            raise EnvelopeError(f"deployment {name} is not loaded, or of another instance", "execution")
-        mode, is_aligned = _check_contract(body, descriptor)
-        prefix, whose = f"zenoh-{name}", f"a robot of deployment {name}"
-        count = 2 * context.settings.limits.max_sessions
-        session_id = choose_session_id(context.sessions, prefix, count, self._creating, whose)
-        new = make_session_request(deployment.request, deployment.requirements, session_id, deployment.revision)
-        if mode != "chunk":
+    async def _create_session(self, deployment: _Deployment, request: Envelope) -> Envelope:
+        context, body, (new, config, descriptor) = self._context, request.body, deployment
+        _check_contract(body, descriptor)
+        count, whose = 2 * context.settings.limits.max_sessions, f"a robot of deployment {descriptor['deployment']}"
+        session_id = choose_session_id(context.sessions, new.session_id, count, self._creating, whose)
+        new = replace(new, session_id=session_id)
+        if body["mode"] != "chunk":
             new = replace(new, overlap=RTC)  # The program that continues plans is compiled before the session is ready.
         self._creating.add(session_id)
         try:
@@ -301,97 +282,59 @@ class LerobotZenohServer:
             raise EnvelopeError(str(error), "busy", details) from error
         finally:
             self._creating.discard(session_id)
-        remote = RemoteSession(
-            uuid4().hex,
-            session_id,
-            context.stream_clients.create_inference(session, "lerobot-zenoh", POLL_TIMEOUT),
-            deployment.config,
-            descriptor["capabilities"]["features"],
-            deployment.identity,
-            mode,
-            is_aligned,
-            context.settings.control.frame_age_limit,
-        )
-        self._sessions[remote.id] = remote
-        await asyncio.to_thread(self._declare_session, f"{instance}/sessions/{remote.id}", remote)
-        logger.info("a robot of deployment %s has session %s", name, session_id)
-        more = {"mode": mode, "chunk_settings": body.get("chunk_settings")}
-        return request.reply("accepted", {**descriptor, **more}, session_id=remote.id)
+        inference = context.stream_clients.create_inference(session, "lerobot-zenoh", POLL_TIMEOUT)
+        remote_id, settings = uuid4().hex, body.get("chunk_settings")
+        self._sessions[remote_id] = RemoteSession(inference, config, descriptor, body["mode"], settings is not None)
+        self._note_presence(remote_id, is_present=False)
+        logger.info("%s has session %s", whose, session_id)
+        accepted = {**descriptor, "mode": body["mode"], "chunk_settings": settings}
+        return request.reply("accepted", accepted, session_id=remote_id)
 
-    def _declare_session(self, key: str, remote: RemoteSession) -> None:
-        def publisher(name: str) -> zenoh.Publisher:
-            return self._zenoh.declare_publisher(f"{key}/{name}", congestion_control=zenoh.CongestionControl.DROP)
+    def _find(self, request: Envelope) -> RemoteSession:
+        if request.session_id not in self._sessions:
+            raise EnvelopeError(f"session {request.session_id} is closed; open a new one", "stale")
+        return self._sessions[request.session_id]
 
-        act, result = publisher("act"), publisher("language/result")
-
-        async def control(request: Envelope, received_at: float) -> Envelope:
-            return await self._once(remote.id, request, lambda: self._control(remote, request, act, result))
-
-        async def observe(request: Envelope, received_at: float) -> Envelope:
-            _check_ids(request, self._instance_id, remote)
-            return request.reply("action", await remote.answer_observation(request, received_at))
-
-        async def refuse(request: Envelope, received_at: float) -> Envelope:
-            raise EnvelopeError("this server answers no language requests", "unsupported")
-
-        def subscribe(name: str, kind: str, handle: _Handler, answers: zenoh.Publisher) -> Any:
-            def receive(sample: zenoh.Sample) -> None:
-                self._receive(sample.payload, kind, handle, lambda payload: answers.put(payload or b""))
-
-            return self._zenoh.declare_subscriber(f"{key}/{name}", receive)
-
-        def notice(sample: zenoh.Sample) -> None:
-            now = None if sample.kind == zenoh.SampleKind.PUT else time.monotonic()
-            self._loop.call_soon_threadsafe(setattr, remote, "absent_since", now)
-
-        alive = self._zenoh.liveliness().declare_subscriber(f"{key}/alive", notice, history=True)
-        self._declared[remote.id] = [
-            alive,
-            self._answer_queries(f"{key}/control", "control", control),
-            subscribe("obs", "observation", observe, act),
-            subscribe("language/request", "language_request", refuse, result),
-            act,
-            result,
-        ]
-
-    async def _control(self, remote: RemoteSession, request: Envelope, *publishers: Any) -> Envelope:
-        _check_ids(request, self._instance_id, remote)
-        if request.body.get("operation") == "close":
-            await self._close(remote)
-            body = {"operation": "close", "applied_generation": request.generation}
-            return request.reply("ack", body)
-        if request.body.get("operation") == "reset":
-            end = time.monotonic() + _SUBSCRIBER_TIMEOUT
-            while not all(publisher.matching_status.matching for publisher in publishers):
-                if time.monotonic() > end:
-                    raise EnvelopeError("the client does not subscribe to act and language/result", "timeout")
-                await asyncio.sleep(0.02)
-        return request.reply("ack", await remote.control(request))
-
-    async def _close(self, remote: RemoteSession) -> None:
-        """Delete a session after its running inference; an emergency stop stays latched."""
-        if self._sessions.pop(remote.id, None) is None:
+    def _note_presence(self, remote_id: str, is_present: bool) -> None:
+        """Close the session of a client that stays absent."""
+        if (remote := self._sessions.get(remote_id)) is None:
             return
+        if remote.absence is not None:
+            remote.absence.cancel()
+        gone = partial(self._close, remote_id, f"its robot was gone for {IDLE_TIMEOUT:g} s")
+        remote.absence = None if is_present else self._loop.call_later(IDLE_TIMEOUT, lambda: self._run(gone()))
+
+    async def _control(self, key: str, request: Envelope) -> Envelope:
+        operation, remote = request.body.get("operation"), self._find(request)
+        if operation == "close":
+            await self._close(request.session_id, "its robot closed it")
+        else:
+            if operation == "reset":
+                await self._wait_for_subscribers(f"{key}act", f"{key}language/result")
+            await remote.control(operation, request.generation)
+        return request.reply("ack", {"operation": operation, "applied_generation": request.generation})
+
+    async def _wait_for_subscribers(self, *keys: str) -> None:
+        until = time.monotonic() + _SUBSCRIBER_TIMEOUT
+        for key in keys:
+            publisher: Any = self._zenoh.declare_publisher(key)  # The stub of matching_status says bool.
+            with publisher:
+                while not publisher.matching_status.matching:
+                    if time.monotonic() > until:
+                        raise EnvelopeError(f"the client does not subscribe to {key}", "timeout")
+                    await asyncio.sleep(0.02)
+
+    async def _close(self, remote_id: str, reason: str) -> None:
+        """Delete a session after its running inference; an emergency stop stays latched."""
+        remote, sessions = self._sessions.pop(remote_id, None), self._context.sessions
+        if remote is None:
+            return
+        remote.state, session = "closed", remote.inference.session
         async with remote.work:
-            remote.is_closing = True
             with suppress(UnknownSession):
-                await self._context.sessions.delete(remote.session_id)
-        self._run(self._forget(remote))
-
-    async def _forget(self, remote: RemoteSession) -> None:
-        await asyncio.sleep(1.0)  # Seconds in which a repeated close is answered.
-        for declared in self._declared.pop(remote.id):
-            await asyncio.to_thread(declared.undeclare)
-        self._answers = {key: task for key, task in self._answers.items() if key[0] != remote.id}
-
-    async def _watch(self) -> None:
-        """Close the sessions of clients that are gone."""
-        while True:
-            await asyncio.sleep(_CHECK_INTERVAL)
-            for remote in list(self._sessions.values()):
-                if remote.absent_since is not None and time.monotonic() - remote.absent_since > IDLE_TIMEOUT:
-                    logger.info("session %s ends: its robot was gone for %g s", remote.session_id, IDLE_TIMEOUT)
-                    self._run(self._close(remote))
+                if sessions.get(session.id) is session:  # An operator may have deleted it, and its id is used again.
+                    await sessions.delete(session.id)
+        logger.info("session %s ends: %s", session.id, reason)
 
 
 def make_config(settings: LerobotSettings) -> zenoh.Config:
@@ -400,67 +343,54 @@ def make_config(settings: LerobotSettings) -> zenoh.Config:
     Raises:
         CannotListen: the file cannot be used, or robots of other machines would need no key.
     """
-    path, endpoint = settings.lerobot_zenoh_config, settings.lerobot_zenoh or ""
+    path, endpoint, mode = settings.lerobot_zenoh_config, settings.lerobot_zenoh or "", settings.lerobot_zenoh_mode
     try:
         config = zenoh.Config() if path is None else zenoh.Config.from_file(path)
     except zenoh.ZError as error:
         raise CannotListen(f"lerobot_zenoh_config {path!r} cannot be read: {error}") from error
-    is_locked = any(config.get_json(key) in accepted for key, accepted in _LOCKS.items())
-    is_locked |= config.get_json("transport/auth/usrpwd/dictionary_file") != "null"
+    rules = json.loads(config.get_json("access_control"))
+    is_locked = (
+        (endpoint.startswith("tls/") and config.get_json("transport/link/tls/enable_mtls") == "true")
+        or (rules["enabled"] and rules["default_permission"] == "deny")
+        or config.get_json("transport/auth/usrpwd/dictionary_file") != "null"
+    )
     if not is_locked and not is_loopback(endpoint.partition("/")[2].rpartition(":")[0].strip("[]")):
         raise CannotListen(
-            f"lerobot_zenoh: {endpoint} is open to other machines, and LeRobot's protocol has no keys; name a file "
-            "with enable_mtls, access_control or usrpwd as --lerobot-zenoh-config, or listen on tcp/127.0.0.1:7447"
+            f"lerobot_zenoh: {endpoint} is open to other machines, and LeRobot's protocol has no keys; "
+            "use tcp/127.0.0.1:7447, or name a file of Zenoh with enable_mtls (only for tls/), usrpwd, or "
+            "access_control with default_permission deny: --lerobot-zenoh-config FILE"
         )
-    is_peer = settings.lerobot_zenoh_mode == "peer"
-    values: dict[str, Any] = {"mode": settings.lerobot_zenoh_mode, "connect/timeout_ms": 10_000}
-    values |= {"listen/endpoints": [endpoint] * is_peer, "connect/endpoints": [endpoint] * (not is_peer)}
-    values |= {"connect/exit_on_failure": True, "transport/link/rx/max_message_size": MAX_BYTES + (1 << 20)}
+    addresses = {"peer": ("listen/endpoints", "connect/endpoints"), "client": ("connect/endpoints", "listen/endpoints")}
+    used, unused = addresses[mode]
+    values: dict[str, Any] = {"mode": mode, used: [endpoint], unused: [], "connect/exit_on_failure": True}
+    values |= {"connect/timeout_ms": 10_000, "transport/link/rx/max_message_size": MAX_BYTES + (1 << 20)}
     off = ("scouting/multicast/enabled", "scouting/gossip/enabled", "transport/shared_memory/enabled")
     for key, value in (values | dict.fromkeys(off, False)).items():
         config.insert_json5(key, json.dumps(value))
     return config
 
 
-def _check_contract(body: Any, descriptor: Any) -> tuple[str, bool]:
-    """Return the mode and whether chunks are aligned; raises EnvelopeError for another contract or dialect."""
-    capabilities, settings, mode = descriptor["capabilities"], body.get("chunk_settings"), body.get("mode")
-    required = [] if settings is None else [ALIGNMENT]
-    if settings not in (None, ALIGNED) or body.get("required_capabilities", []) != required:
-        raise EnvelopeError(
-            f"chunk_settings {settings!r:.200} with required_capabilities {body.get('required_capabilities')!r:.200} "
-            f"are of another dialect; this server supports {ALIGNED} with {ALIGNMENT} (dialect v2), or neither",
-            "unsupported",
-        )
-    if (
-        mode not in capabilities["modes"]
-        or (settings and mode != "chunk")
-        or body.get("encoding") not in ("raw", "jpeg")
-    ):
-        raise EnvelopeError(f"mode {mode!r:.40} or its encoding; supported: {capabilities['modes']}", "unsupported")
-    expected = {
-        "expected_artifact": descriptor["artifact_identity"],
-        "semantics": SEMANTICS,
-        "features": capabilities["features"],
-        "action_feature": capabilities["action_feature"],
+def _check_contract(body: Mapping[str, Any], descriptor: Mapping[str, Any]) -> None:
+    """Check that the contract of ``open`` is the descriptor's, in this dialect."""
+    capabilities, is_aligned = descriptor["capabilities"], body.get("chunk_settings") is not None
+    supported = {
+        "required_capabilities": [[_ALIGNMENT]] if is_aligned else [None, []],
+        "chunk_settings": [None, {"chunk_merge": "aligned"}],
+        "mode": ["chunk"] if is_aligned else capabilities["modes"],
+        "encoding": ["raw", "jpeg"],
     }
-    if wrong := [name for name, value in expected.items() if body.get(name) != value]:
-        found = {name: body.get(name) for name in wrong}
-        wanted = {name: expected[name] for name in wrong}
-        raise EnvelopeError(f"the robot has {found!r:.900}; wanted {wanted!r:.900}", "incompatible")
-    if not check_interval(body.get("action_interval"), capabilities["action_interval"]):
-        wanted = f"{capabilities['action_interval']:g} s; set --fps to {1 / capabilities['action_interval']:g}"
-        raise EnvelopeError(f"action_interval is {body.get('action_interval')!r:.40}; wanted {wanted}", "incompatible")
-    return mode, settings is not None
+    of_robot = {"expected_artifact": [descriptor["artifact_identity"]], "semantics": [SEMANTICS]}
+    of_robot |= {name: [capabilities[name]] for name in ("features", "action_feature", "action_interval")}
+    for name, accepted in (supported | of_robot).items():
+        found = body.get(name)
+        if not any(_is_same(found, one) for one in accepted):
+            code = "unsupported" if name in supported else "incompatible"
+            text = f"{name} is {found!r:.400}; this server (dialect v2) accepts {accepted!r:.400}"
+            raise EnvelopeError(f"{text}; change the robot's flags", code)
 
 
-def _check_ids(request: Envelope, instance_id: str, remote: RemoteSession) -> None:
-    if (request.instance_id, request.session_id) != (instance_id, remote.id):
-        raise EnvelopeError("instance_id or session_id is not of this session", "protocol")
-
-
-def _describe_error(error: ServiceError) -> dict[str, Any]:
-    code = "malformed" if error.status in (413, 422) else "execution"
-    body = {"code": getattr(error, "wire_code", code), "message": sanitize_text(str(error), 2048)}
-    details = getattr(error, "details", None)
-    return body if details is None else {**body, "details": details}
+def _is_same(found: object, offered: object) -> bool:
+    if isinstance(found, float) and isinstance(offered, float):
+        return math.isclose(found, offered, rel_tol=1e-6)
+    # As text, because the comparison with an array has no truth value.
+    return json.dumps(found, default=str, sort_keys=True) == json.dumps(offered, sort_keys=True)

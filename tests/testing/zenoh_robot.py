@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import zenoh
 
-from tests.testing.waiting import until
+from tests.testing.waiting import until, wait_until
 
 ALIGNED = {"chunk_settings": {"chunk_merge": "aligned"}, "required_capabilities": ["chunk_alignment_v2"]}
 DROP = zenoh.CongestionControl.DROP
@@ -22,9 +22,13 @@ def free_endpoint() -> str:
         return f"tcp/127.0.0.1:{bound.getsockname()[1]}"
 
 
-def open_zenoh(endpoint: str) -> zenoh.Session:
+def open_zenoh(endpoint: str, **more: Any) -> zenoh.Session:
+    """Connect to an endpoint; ``more`` are other values of the configuration, with ``__`` for ``/``."""
     config = zenoh.Config()
-    values = {"mode": "peer", "listen/endpoints": [], "connect/endpoints": [endpoint], "connect/timeout_ms": 10_000}
+    values: dict[str, Any] = {"mode": "peer", "listen/endpoints": [], "connect/endpoints": [endpoint]}
+    values |= {"connect/timeout_ms": 2000, "connect/exit_on_failure": True} | {
+        key.replace("__", "/"): value for key, value in more.items()
+    }
     off = ("scouting/multicast/enabled", "scouting/gossip/enabled", "transport/shared_memory/enabled")
     for key, value in (values | dict.fromkeys(off, False)).items():
         config.insert_json5(key, json.dumps(value))
@@ -49,29 +53,34 @@ def read_array(record: dict[str, Any]) -> np.ndarray:
 class ZenohRobot:
     """One robot; ``describe``, ``open``, ``attach`` and ``control("reset")`` precede its observations."""
 
-    def __init__(self, endpoint: str, deployment: str = "act"):
-        self.zenoh = open_zenoh(endpoint)
+    def __init__(self, endpoint: str, loop: asyncio.AbstractEventLoop, deployment: str = "act", **more: Any):
+        self.zenoh = open_zenoh(endpoint, **more)
         self.root = f"lerobot/inference/v1/deployments/{deployment}"
         self.instance = self.session = ""
         self.generation = self.sequence = 0
         self.received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.loop = asyncio.get_running_loop()
+        self.loop = loop
         self.version = 1
 
     def pack(self, kind: str, body: dict[str, Any], request_id: str | None = None, **ids: Any) -> bytes:
         named = {"instance_id": self.instance, "session_id": self.session, "generation": self.generation}
-        named |= {"request_id": request_id or uuid.uuid4().hex, **ids}
+        named |= {"request_id": uuid.uuid4().hex if request_id is None else request_id, **ids}
         envelope = {"version": self.version, "message_type": kind, "body": body, **named}
         return msgpack.packb(envelope) or b""
 
-    async def get(self, key: str, payload: bytes) -> dict[str, Any]:
+    async def get_all(self, key: str, payload: bytes) -> list[bytes]:
         def ask() -> list[bytes]:
             options = {"target": zenoh.QueryTarget.ALL, "consolidation": zenoh.ConsolidationMode.NONE, "timeout": 10}
-            return [bytes(reply.ok.payload) for reply in self.zenoh.get(key, payload=payload, **options) if reply.ok]
+            querier: Any = self.zenoh.declare_querier(key, **options)  # The stub of matching_status says bool.
+            with querier:
+                wait_until(lambda: querier.matching_status.matching, within=10)
+                return [bytes(reply.ok.payload) for reply in querier.get(payload=payload) if reply.ok]
 
-        replies = await asyncio.to_thread(ask)
-        assert len(replies) == 1, replies
-        return msgpack.unpackb(replies[0])
+        return await asyncio.to_thread(ask)
+
+    async def get(self, key: str, payload: bytes) -> dict[str, Any]:
+        (reply,) = await self.get_all(key, payload)
+        return msgpack.unpackb(reply)
 
     async def describe(self) -> dict[str, Any]:
         reply = await self.get(f"{self.root}/describe", self.pack("describe", {}, instance_id="", session_id=""))
@@ -130,8 +139,19 @@ class ZenohRobot:
 
     async def observe(self, request_id: str | None = None, **changes: Any) -> dict[str, Any]:
         """Send an observation and return its answer."""
-        self.observations.put(self.pack("observation", self.observation(**changes), request_id))
+        return await self.send(self.observation(**changes), request_id)
+
+    async def send(self, observation: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
+        self.observations.put(self.pack("observation", observation, request_id))
+        return await self.next_reply()
+
+    async def next_reply(self) -> dict[str, Any]:
         return await asyncio.wait_for(self.received.get(), 10)
+
+    def resume(self, other: "ZenohRobot") -> None:
+        """Continue the session of a client that is gone."""
+        self.session, self.generation, self.sequence = other.session, other.generation, other.sequence
+        self.attach()
 
     async def close(self) -> None:
         await asyncio.to_thread(self.zenoh.close)

@@ -51,7 +51,6 @@ def test_big_endian_tensors_and_jpeg_files_are_converted() -> None:
     [
         pack(version=True),
         pack(version=2),
-        pack(message_type="act"),
         pack(generation=-1),
         pack(generation=1 << 63),
         pack(request_id=""),
@@ -98,10 +97,10 @@ def test_hostile_envelopes_are_cheap() -> None:
             for _ in range(choices.randint(1, 8)):
                 hostile[choices.randrange(len(hostile))] = choices.choice((*heads, choices.randrange(256)))
             del hostile[choices.randrange(len(hostile) // 2, len(hostile) + 1) :]
-            began = time.perf_counter()
+            began = time.thread_time()
             with suppress(EnvelopeError):
                 read_envelope(bytes(hostile))
-            assert time.perf_counter() - began < 0.05
+            assert time.thread_time() - began < 0.05
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
