@@ -1,5 +1,6 @@
 """Each client protocol gets the same limited actions, and none after a stop or while the control loop drives."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,6 @@ from service.streaming import codec
 from tests.integration.lerobot.conftest import JOINTS, POSE, Serve, Server
 from tests.testing import rig
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
-from tests.testing.waiting import until
 from tests.testing.zenoh_robot import ZenohRobot, free_endpoint, rgb, tensor
 
 PICTURE = np.full((48, 64, 3), 7, np.uint8)
@@ -85,13 +85,9 @@ async def ask_grpc(server: Server) -> AsyncIterator[tuple[str, Ask]]:
 @asynccontextmanager
 async def ask_zenoh(server: Server) -> AsyncIterator[tuple[str, Ask]]:
     async with LerobotZenohServer(server.app):
-        client = ZenohRobot(str(server.app.ctx.settings.lerobot.lerobot_zenoh))
+        endpoint = str(server.app.ctx.settings.lerobot.lerobot_zenoh)
+        client = await asyncio.to_thread(ZenohRobot, endpoint, loop=asyncio.get_running_loop())
         try:
-
-            async def is_ready() -> bool:
-                return (await client.describe())["ready"]
-
-            await until(is_ready)
             await client.start()
 
             async def ask() -> np.ndarray:
