@@ -139,6 +139,8 @@ class GrpcRobot:
             await self.call("SendObservations", *cut(pickles.observation(observed), random.Random(0)))
             if len(await self.call("GetActions", b"")) > 100:
                 return True
+            if self.status == "FAILED_PRECONDITION":  # An overloaded machine gets no session.
+                await self.start()
         return False
 
 
