@@ -130,7 +130,7 @@ class GrpcRobot:
             await self.call("GetActions", data)
 
     async def is_served(self) -> bool:
-        """Return whether one of ten valid observations is answered with actions; some may wait for too long."""
+        """Return whether any of ten valid observations is answered with actions; some may wait for too long."""
         await self.start()
         image = pickles.array(pickles.shaped(SIDE, SIDE, 3), pickles.data(bytes(3 * SIDE * SIDE)))
         values = {f"{joint}.pos": pickles.real(5.0) for joint in JOINTS}
