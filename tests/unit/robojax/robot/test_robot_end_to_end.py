@@ -273,6 +273,7 @@ async def test_second_robot_of_a_session_does_not_stop_the_first(rig: Rig) -> No
         arm = LeRobotArm(FakeRobot(list(JOINTS)[:-1]), {})
         with pytest.raises(SessionTaken, match="another client"):
             await run(RobotRunner(configure_lerobot_arm(arm), rig.client.url, session="arm", lerobot=arm), str)
+        assert (await rig.session.status()).is_moving
         await rig.until_moving()
 
 
