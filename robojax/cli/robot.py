@@ -139,8 +139,6 @@ def robot(
         what = f"unknown options: {' '.join(unknown)}"
         fail(Code.USAGE, what, "--robot.NAME=VALUE needs --lerobot", f"see {', '.join(near)}")
     config, problems = read_robot_config(**vars(flags))
-    if lerobot and check:
-        fail(Code.USAGE, "a robot of LeRobot has no checks", "--check reads servos of an SO-101", "omit --check")
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent", f"--frames is {frames!r}", "give jpeg or raw")
     if not check and policy is None and session is None:
@@ -161,7 +159,7 @@ def robot(
                 simulation = stack.enter_context(_open_simulation(config))
         except RobotError as error:
             problems = {"robot": error} if lerobot else problems | {"simulation": error}
-        if problems and not check:
+        if problems and (lerobot or not check):
             joined = join_problems(problems)
             fail(Code.USAGE, "the robot cannot be used", str(joined), joined.then)
         runner = RobotRunner(

@@ -38,6 +38,7 @@ class JointCalibration:
 
 
 Calibration = Mapping[str, JointCalibration]
+JointRanges = Mapping[str, tuple[float, float]]  # Lowest and highest value by joint.
 
 
 def get_calibration_folder() -> Path:
@@ -138,6 +139,12 @@ def from_steps(steps: int, joint: JointCalibration, unit: Unit) -> float:
     least = 0 if unit is Unit.GRIPPER else -100
     percent = (min(high, max(low, steps)) - low) / (high - low) * (100 - least) + least
     return least + 100 - percent if joint.drive_mode else percent
+
+
+def compute_ranges(calibration: Calibration) -> JointRanges:
+    """Return the calibrated range of each joint in degrees from its middle."""
+    ends = {name: from_steps(joint.range_max, joint, Unit.DEGREES) for name, joint in calibration.items()}
+    return {name: (-end, end) for name, end in ends.items()}
 
 
 def to_steps(value: float, joint: JointCalibration, unit: Unit) -> int:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from robojax.client import Client, RobojaxError
-from robojax.robot.arm import JOINTS, Arm, Calibration
+from robojax.robot.arm import JOINTS, Arm, Calibration, JointRanges, compute_ranges
 from robojax.robot.bus import PRESENT_POSITION, Bus
 from robojax.robot.cameras import Camera, CameraConfig, OpenSource
 from robojax.robot.config import RobotConfig, load_calibration, open_bus
@@ -22,6 +22,7 @@ from robojax.robot.fit import (
     read_policy_fit,
     suggest_cameras,
 )
+from robojax.robot.lerobot_arm import LeRobotArm
 from robojax.robot.runner import RobotRunner, build_check
 
 COUNTED, ENOUGH = 1.0, 0.8  # seconds of counting a camera's pictures, and the required share of its rate
@@ -34,7 +35,52 @@ Findings = Generator[RobotFinding, None, Any]
 
 def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None = None) -> Iterator[RobotFinding]:
     """Run all checks of a robot; ``problems`` are invalid flags by part of the robot (``read_robot_config``)."""
-    problems, config, simulation = problems or {}, runner.robot, runner.simulation
+    problems, config = problems or {}, runner.robot
+    if runner.lerobot is not None:
+        readings = yield from _run_check("robot", partial(_check_lerobot, runner.lerobot))
+        ranges = runner.lerobot.limits
+    else:
+        readings, ranges = yield from _check_arm(runner, problems)
+    fit = yield from _check_server(runner)
+    unit = problems.get("units")
+    if fit is None:
+        for name in COMPARED:
+            if name == "units" and unit is not None:
+                yield RobotFinding(name, "fail", str(unit), unit.then)
+            else:
+                yield RobotFinding(name, "warn", "not compared: no policy was read", "see the line about the policy")
+        return
+    yield compare_joints(fit, runner.joint_names, runner.joints)
+    yield compare_units(fit, None if unit is not None else config.use_degrees, ranges)
+    cameras = {name: float(camera.fps or 0) for name, camera in config.cameras.items()}
+    yield compare_rates(fit, runner.rate, readings=readings, cameras=cameras, command_timeout=runner.command_timeout)
+
+
+def _check_lerobot(arm: LeRobotArm) -> Generator[RobotFinding, None, float]:
+    """Check a robot of LeRobot; return the rate at which it can be read, in Hz."""
+    pose, seconds = arm.connect(), []
+    for joint, at in pose.items():
+        low, high = arm.limits[joint]
+        text = f"{at:.1f}, limits {low:.4g} to {high:.4g}"
+        is_inside = low <= at <= high
+        fix = "" if is_inside else "move it into its limits, or calibrate the robot again"
+        yield RobotFinding(joint, "ok" if is_inside else "warn", text, fix)
+    for name, picture in arm.pictures.items():
+        yield RobotFinding(f"camera {name}", "ok", f"{picture.shape[1]}x{picture.shape[0]}")
+    for _ in range(READINGS):
+        began = perf_counter()
+        arm.read_pose()
+        seconds.append(perf_counter() - began)
+    rate = 1 / median(seconds)
+    yield RobotFinding("readings", "ok", f"joints and cameras can be read {rate:.0f} times a second")
+    return rate
+
+
+def _check_arm(
+    runner: RobotRunner, problems: Mapping[str, RobotError]
+) -> Generator[RobotFinding, None, tuple[float | None, JointRanges | None]]:
+    """Check calibration, port, servos and cameras; return the rate of readings in Hz, and the joints' ranges."""
+    config, simulation = runner.robot, runner.simulation
     calibration = readings = None
     for name, problem in problems.items():
         if name != "units":  # The unit is compared with the policy below.
@@ -49,19 +95,7 @@ def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None =
         yield from _run_check(f"camera {name}", partial(_check_camera, name, camera, open_simulated))
     if not config.cameras and "cameras" not in problems:
         yield RobotFinding("cameras", "warn", "none given", "most policies need some: --robot.cameras")
-    fit = yield from _check_server(runner)
-    unit = problems.get("units")
-    if fit is None:
-        for name in COMPARED:
-            if name == "units" and unit is not None:
-                yield RobotFinding(name, "fail", str(unit), unit.then)
-            else:
-                yield RobotFinding(name, "warn", "not compared: no policy was read", "see the line about the policy")
-        return
-    yield compare_joints(fit, runner.joint_names)
-    yield compare_units(fit, None if unit is not None else config.use_degrees, calibration)
-    cameras = {name: float(camera.fps or 0) for name, camera in config.cameras.items()}
-    yield compare_rates(fit, runner.rate, readings=readings, cameras=cameras, command_timeout=runner.command_timeout)
+    return readings, None if calibration is None else compute_ranges(calibration)
 
 
 def _run_check(name: str, check: Callable[[], Findings]) -> Findings:
@@ -182,7 +216,7 @@ def _check_server(runner: RobotRunner) -> Generator[RobotFinding, None, PolicyFi
                 "policy", "fail", str(error), "robojax sessions lists sessions, robojax check reads a policy"
             )
             return None
-    lacking = sorted(set(cameras) - set(runner.robot.cameras))
+    lacking = sorted(set(cameras) - set(runner.cameras))
     if lacking:
         text = f"session {runner.session} has the cameras {', '.join(cameras)}; {', '.join(lacking)} not given"
         yield RobotFinding("policy", "fail", text, "use these names in --robot.cameras")
@@ -197,7 +231,7 @@ def _check_server(runner: RobotRunner) -> Generator[RobotFinding, None, PolicyFi
 def _build_policy_check(runner: RobotRunner, client: Client) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the body of POST /policies/check, and the cameras of the session that is joined."""
     if runner.policy is not None:
-        return build_check(runner, runner.robot.cameras), ()
+        return build_check(runner), ()
     status = client.session(runner.session_id).status()
     # Only the policy of the joined session is checked, because the cameras have the session's names.
     request = {"policy_path": status.policy_path, "revision": status.stats.get("policy_commit")}

@@ -31,3 +31,7 @@ class ArmLost(RobotError):
 
 class CameraLost(RobotError):
     """A camera delivers no pictures."""
+
+
+class SessionTaken(RobotError):
+    """Another client drives the session's robot."""

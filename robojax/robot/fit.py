@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from robojax.robot.arm import GRIPPER, JOINTS, Calibration, Unit, from_steps, normalize_joint_name
+from robojax.robot.arm import GRIPPER, JOINTS, JointRanges, normalize_joint_name
 
 PERCENT_LIMIT = 101.0  # largest recorded value of a joint in -100..100 of its range, with rounding
 SATURATED = 99.5  # largest value from which on a joint seems to be clipped at 100, which degrees are not
 RADIANS_LIMIT = 3.3  # largest value of a joint in radians
-RANGE_TOLERANCE = 1.1  # share of the calibrated range that the demonstrations may reach
+RANGE_TOLERANCE = 1.1  # share of the range that the demonstrations may reach
 SLACK = 0.95  # share of a rate that counts as this rate
 STATISTICS = "look at min and max in the dataset's meta/stats.json: a joint beyond 100 or -100 means degrees"
 
@@ -112,18 +112,24 @@ def compare_joint_names(names: Sequence[str], joints: Iterable[str] = JOINTS) ->
     return f"the policy moves {', '.join(names)}; this arm has {', '.join(joints)}"
 
 
-def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> RobotFinding:
-    """Compare the arm's unit (``use_degrees``, None if not given) with the values in the policy's training."""
-    trained = _trained_ranges(fit)
+def compare_units(fit: PolicyFit, use_degrees: bool | None, ranges: JointRanges | None) -> RobotFinding:
+    """Compare the arm's unit with the values in the policy's training.
+
+    Args:
+        use_degrees: None if it is not given.
+        ranges: the arm's ranges in degrees, or in the unit of another robot than an SO-101; None if they are unknown.
+    """
+    trained = _trained_ranges(fit, JOINTS if ranges is None else ranges)
     if trained is None:
         text = "the checkpoint has no ranges of its joints, so their unit cannot be compared"
         if use_degrees is None:
             return RobotFinding("units", "fail", f"--robot.use_degrees is missing; {text}", STATISTICS)
         return RobotFinding("units", "warn", f"{_describe(use_degrees)}; {text}", STATISTICS)
     farthest = {name: max(ends, key=abs) for name, ends in trained.items()}
-    name = max((name for name in farthest if name != GRIPPER), key=lambda name: abs(farthest[name]))
+    name = max(farthest, key=lambda name: (not name.endswith(GRIPPER), abs(farthest[name])))
     reach = f"{name} reaches {farthest[name]:.4g} in training"
-    if all(abs(value) <= RADIANS_LIMIT for value in farthest.values()):
+    is_wide = ranges is None or any(abs(end) > RADIANS_LIMIT for ends in ranges.values() for end in ends)
+    if is_wide and all(abs(value) <= RADIANS_LIMIT for value in farthest.values()):
         text = f"no joint goes beyond {RADIANS_LIMIT:g} in training ({reach}): these are radians"
         return RobotFinding(
             "units", "fail", text, "use a policy that was trained in degrees or in -100..100 of the range"
@@ -137,14 +143,14 @@ def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibra
     if is_degrees and not use_degrees:
         text = f"{reach}, which is not -100..100 of its range but degrees"
         return RobotFinding("units", "fail", text, "give --robot.use_degrees=true")
-    if use_degrees and is_degrees:
+    if use_degrees and is_degrees and trained.keys() == JOINTS.keys():
         text = f"degrees; {reach}, and the server cuts targets at 100 and -100"
         return RobotFinding("units", "warn", text, "the policy moves this arm only within 100 degrees of the middle")
-    if use_degrees and abs(farthest[name]) >= SATURATED:
+    if use_degrees and SATURATED <= abs(farthest[name]) <= PERCENT_LIMIT:
         text = f"degrees; but {reach}, where -100..100 of a range ends"
         return RobotFinding("units", "warn", text, f"{STATISTICS}; else give --robot.use_degrees=false")
-    if use_degrees and (beyond := _find_beyond_range(trained, calibration)):
-        text = f"degrees; in training {beyond} of this arm's calibration"
+    if use_degrees and (beyond := _find_beyond_range(trained, ranges or {})):
+        text = f"degrees; in training {beyond} of this arm's range"
         return RobotFinding(
             "units", "warn", text, "the demonstrations' arm had a different calibration; use that calibration"
         )
@@ -194,24 +200,19 @@ def compare_rates(
     return RobotFinding("rate", "ok", text)
 
 
-def _trained_ranges(fit: PolicyFit) -> dict[str, tuple[float, float]] | None:
-    """Return each joint's lowest and highest value in training; None if they are unknown."""
-    if fit.action_range is None or fit.width != len(JOINTS):
-        return None
-    names = [normalize_joint_name(name) for name in fit.joint_names or JOINTS]
-    if sorted(names) != sorted(JOINTS):
+def _trained_ranges(fit: PolicyFit, joints: Iterable[str]) -> JointRanges | None:
+    """Return the lowest and highest value in training of each of these joints; None if they are unknown."""
+    names = [normalize_joint_name(name) for name in fit.joint_names or joints]
+    if fit.action_range is None or fit.width != len(names) or sorted(names) != sorted(joints):
         return None
     return dict(zip(names, zip(*fit.action_range, strict=True), strict=True))
 
 
-def _find_beyond_range(trained: Mapping[str, tuple[float, float]], calibration: Calibration | None) -> str:
-    """Describe the first joint that exceeds its calibrated range, in degrees; "" without such a joint."""
-    for name, ends in trained.items():
-        if name == GRIPPER or calibration is None:
-            continue
-        end = from_steps(calibration[name].range_max, calibration[name], Unit.DEGREES)
-        reached = max(ends, key=abs)
-        if abs(reached) > RANGE_TOLERANCE * end:
+def _find_beyond_range(trained: JointRanges, ranges: JointRanges) -> str:
+    """Describe the first joint that exceeds its range, in degrees; "" without such a joint."""
+    for name in ranges:
+        reached, end = max(trained[name], key=abs), max(map(abs, ranges[name]))
+        if not name.endswith(GRIPPER) and abs(reached) > RANGE_TOLERANCE * end:
             return f"{name} reaches {reached:.4g}, beyond the {end:.4g} degrees"
     return ""
 

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from robojax.robot.arm import FAILURES, GRIPPER, Unit, normalize_joint_name
+from robojax.robot.arm import FAILURES, GRIPPER, JointRanges, Unit, normalize_joint_name
 from robojax.robot.config import RobotConfig
 from robojax.robot.errors import BusLost, RobotError
 
 LIMIT = re.compile(r"(.+)=(-?\d+\.?\d*):(-?\d+\.?\d*)")
-REPAIR = "check its power and cables"
-Limits = Mapping[str, tuple[float, float]]  # lowest and highest value by joint
+REPAIR = "check its power, cables and cameras"
 
 
-def read_limits(texts: Iterable[str]) -> Limits:
+def read_limits(texts: Iterable[str]) -> JointRanges:
     """Parse texts of the form JOINT=LOW:HIGH; raise ``RobotError`` for other texts."""
     limits = {}
     for text in texts:
@@ -36,7 +35,7 @@ def compute_limits(unit: Unit, range_min: int, range_max: int, resolution: int) 
     return {Unit.DEGREES: (-half, half), Unit.GRIPPER: (0.0, 100.0), Unit.PERCENT: (-100.0, 100.0)}[unit]
 
 
-def find_limits(robot: Any) -> Limits:
+def find_limits(robot: Any) -> JointRanges:
     """Return limits from a robot's calibration and configuration, by motor; a robot of two arms has both arms'."""
     limits: dict[str, tuple[float, float]] = {}
     for side in ("left", "right"):
@@ -52,7 +51,7 @@ def find_limits(robot: Any) -> Limits:
 
 
 @contextmanager
-def open_lerobot_arm(flags: Sequence[str], limits: Limits) -> Iterator["LeRobotArm"]:
+def open_lerobot_arm(flags: Sequence[str], limits: JointRanges) -> Iterator["LeRobotArm"]:
     """Make the robot of LeRobot's flags (``--robot.type=...``), and disconnect it at the end; a context manager."""
     try:
         # LeRobot is not a dependency of robojax, because both need different versions of other packages.
@@ -81,23 +80,25 @@ def configure_lerobot_arm(arm: "LeRobotArm") -> RobotConfig:
     steps = {joint: (high - low) / 10 for joint, (low, high) in arm.limits.items()}
     releases = getattr(arm.robot.config, "disable_torque_on_disconnect", True)
     robot_id = arm.robot.id or arm.robot.name
-    return RobotConfig("lerobot", id=robot_id, max_relative_target=steps, disable_torque_on_disconnect=releases)
+    return RobotConfig(
+        "lerobot", "", robot_id, arm.uses_degrees, max_relative_target=steps, disable_torque_on_disconnect=releases
+    )
 
 
 class LeRobotArm:
     """A robot of LeRobot with the methods of ``Arm``; ``given`` limits replace the limits of its calibration.
 
     ``cameras`` are the names of its color cameras, ``pictures`` the pictures of the last reading by camera.
+    ``uses_degrees`` is False if a joint has the range -100..100.
     """
 
-    def __init__(self, robot: Any, given: Limits):
+    def __init__(self, robot: Any, given: JointRanges):
         self.robot, actions = robot, list(robot.action_features)
         self._keys = {normalize_joint_name(key): key for key in actions if key.endswith(".pos")}
         if not self._keys or len(self._keys) != len(actions):
-            raise RobotError(
-                f"{robot.name} takes {', '.join(actions)}", "use a robot that takes only positions (*.pos)"
-            )
-        self.limits = {normalize_joint_name(name): ends for name, ends in find_limits(robot).items()} | dict(given)
+            raise RobotError(f"{robot.name} takes {', '.join(actions)}", "use a robot that takes only positions (.pos)")
+        found = {normalize_joint_name(name): ends for name, ends in find_limits(robot).items()}
+        self.limits, self.uses_degrees = found | dict(given), (-100.0, 100.0) not in found.values()
         if different := sorted(self.limits.keys() ^ self._keys.keys()):
             fix = f"the joints are {', '.join(self._keys)}: calibrate them with lerobot-calibrate, or give --limit"
             raise RobotError(f"{robot.name} has no limits of these joints, or no such joints: {different}", fix)
@@ -106,8 +107,8 @@ class LeRobotArm:
         self.pictures: dict[str, np.ndarray] = {}
         self._pose, self._targets, self._failed = dict[str, float](), dict[str, float](), 0
 
-    def enable_torque(self) -> None:
-        """Connect to the robot, and hold it in its present pose; raise ``RobotError`` if it is not calibrated."""
+    def connect(self) -> dict[str, float]:
+        """Connect to the robot and return its pose; raise ``RobotError`` if it is not calibrated."""
         try:
             self.robot.connect(calibrate=False)
             is_calibrated = self.robot.is_calibrated
@@ -117,7 +118,11 @@ class LeRobotArm:
             raise RobotError(f"{self.robot.name} differs from its calibration file", "calibrate it (lerobot-calibrate)")
         while (pose := self.read_pose()) is None:
             pass  # Several failures raise.
-        self.move(pose)
+        return pose
+
+    def enable_torque(self) -> None:
+        """Connect to the robot, and hold it in its present pose."""
+        self.move(self.connect())
 
     def read_pose(self) -> dict[str, float] | None:
         """Read joints and cameras; None after a failed reading; raise ``BusLost`` after several failures."""

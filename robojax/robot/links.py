@@ -23,7 +23,7 @@ from robojax.client import (
 from robojax.client.codec import pack_observation
 from robojax.client.stream import AsyncStream, encode_message
 from robojax.robot.arm_thread import ArmThread
-from robojax.robot.errors import RobotError
+from robojax.robot.errors import RobotError, SessionTaken
 
 # Seconds before each further attempt to connect to a lost server.
 RETRY_WAITS = (0.2, 0.5, 1.0, 2.0)
@@ -75,7 +75,7 @@ class StreamLink:
                 if isinstance(error, RequestRefused) and error.status not in FOR_NOW:
                     raise RobotError(f"the server refused: {error}", "robojax sessions lists the sessions") from error
                 if isinstance(error, StreamClosed) and error.code == ROBOT_TAKEN:
-                    raise RobotError(str(error), "end the other client first") from error
+                    raise SessionTaken(str(error), "end the other client first") from error
                 if isinstance(error, RequestRefused):
                     self._report_once(error.code, f"the server says: {error.text}")
                     self._arm_thread.stop(f"the server refuses for now ({error.code})")

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from robojax.client import AsyncClient, AsyncSession, RequestRefused, RobojaxError
-from robojax.robot.arm import JOINTS
+from robojax.robot.arm import JOINTS, compute_ranges
 from robojax.robot.arm_thread import ArmThread, JointTracker
 from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
-from robojax.robot.errors import RobotError
+from robojax.robot.errors import RobotError, SessionTaken
 from robojax.robot.fit import compare_joint_names, compare_joints, compare_units, read_policy_fit, suggest_cameras
 from robojax.robot.lerobot_arm import LeRobotArm
 from robojax.robot.links import OnEvent, Pictures, RobotRoomsLink, StreamLink, describe_status, run_until_first_ends
@@ -114,6 +114,11 @@ class RobotRunner:
         return tuple(JOINTS if self.lerobot is None else self.lerobot.limits)
 
     @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the robot's cameras."""
+        return tuple(self.robot.cameras) if self.lerobot is None else self.lerobot.cameras
+
+    @property
     def session_id(self) -> str:
         """ID of the session."""
         return self.session or self.robot.id
@@ -143,12 +148,12 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
             cameras = await asyncio.to_thread(_open_cameras, runner, stack)
             servos = None if runner.simulation is None else runner.simulation.servos
             if runner.lerobot is None:
-                arm, names = stack.enter_context(open_arm(runner.robot, servos)), tuple(cameras)
+                arm = stack.enter_context(open_arm(runner.robot, servos))
                 pictures = partial(_read_pictures, cameras)
             else:
-                arm, names = runner.lerobot, runner.lerobot.cameras
+                arm = runner.lerobot
                 pictures = partial(getattr, arm, "pictures")
-            session = await stack.enter_async_context(_session(client, runner, names, end_requested, on_event))
+            session = await stack.enter_async_context(_session(client, runner, end_requested, on_event))
             if end_requested.is_set():
                 raise _Ended
             await asyncio.to_thread(arm.enable_torque)
@@ -182,7 +187,7 @@ async def _run_linked(
     on_event: OnEvent,
 ) -> Exception | None:
     """Run the arm until the end; return the error that ended it, or None if a person ended it."""
-    linked, simulation, rate = asyncio.Event(), runner.simulation, runner.rate
+    linked, simulation, rate, is_taken = asyncio.Event(), runner.simulation, runner.rate, False
     if (await session.status()).rooms.joint_output:
         transport = client.url if runner.transport in (None, "direct") else runner.transport
         link = RobotRoomsLink(session, transport, arm_thread, pictures, rate, on_event)
@@ -201,24 +206,26 @@ async def _run_linked(
                 *([] if simulation is None else [simulation.play(session, arm_thread, on_event)]),
             )
     except (RobotError, RobojaxError) as error:
+        is_taken = isinstance(error, SessionTaken)
         return error
     finally:
         arm_thread.stop("the program ends", is_latched=True)
         with contextlib.suppress(RobojaxError, TimeoutError):
             async with asyncio.timeout(LEAVE):
-                await session.stop()
+                if not is_taken:  # The other client's robot moves on.
+                    await session.stop()
     return None
 
 
 @asynccontextmanager
 async def _session(
-    client: AsyncClient, runner: RobotRunner, cameras: tuple[str, ...], end_requested: asyncio.Event, on_event: OnEvent
+    client: AsyncClient, runner: RobotRunner, end_requested: asyncio.Event, on_event: OnEvent
 ) -> AsyncIterator[AsyncSession]:
     """Provide the session; a new session is removed at the end."""
     session = client.session(runner.session_id)
     if runner.policy is None:
         status = await session.status()
-        if missing := sorted(set(status.camera_names) - set(cameras)):
+        if missing := sorted(set(status.camera_names) - set(runner.cameras)):
             raise RobotError(
                 f"session {session.id} has cameras {', '.join(status.camera_names)}; {', '.join(missing)} not given",
                 "name them as the policy does in --robot.cameras",
@@ -232,13 +239,15 @@ async def _session(
         on_event(describe_status(status))
         yield session
         return
-    request = build_check(runner, cameras)
+    request = build_check(runner)
     checking = client.request("POST", "/policies/check", request, timeout=600)
     fit = read_policy_fit(await _run_unless_ended(end_requested, checking))
-    findings = [compare_joints(fit, runner.joint_names, runner.joints)]
-    if runner.lerobot is None:
-        findings.append(compare_units(fit, runner.robot.use_degrees, load_calibration(runner.robot)))
-    for finding in findings:
+    arm = runner.lerobot
+    ranges = compute_ranges(load_calibration(runner.robot)) if arm is None else arm.limits
+    for finding in (
+        compare_joints(fit, runner.joint_names, runner.joints),
+        compare_units(fit, runner.robot.use_degrees, ranges),
+    ):
         if finding.level == "fail":
             raise RobotError(f"the policy does not fit this robot: {finding.found}", finding.fix)
         if finding.level == "warn":
@@ -250,7 +259,7 @@ async def _session(
         session.id,
         runner.policy,
         transport_server_url=runner.transport or "direct",
-        camera_names=cameras,
+        camera_names=runner.cameras,
         policy_type=fit.policy_type,
         revision=runner.revision,
         language_instruction=runner.task,
@@ -265,10 +274,10 @@ async def _session(
         await _remove_session(created)
 
 
-def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
+def build_check(runner: RobotRunner) -> dict[str, object]:
     """Return the body of POST /policies/check for this policy, cameras and given joint names."""
     more = {"rename": dict(runner.rename), "joint_names": list(runner.joint_names or ())}
-    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
+    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(runner.cameras)}
     return request | {name: value for name, value in more.items() if value}
 
 
@@ -312,7 +321,8 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
             # Another client may have started it.
             if not (await session.status()).is_moving:
                 raise error
-        on_event("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
+        end = "releases the arm, which falls," if runner.robot.disable_torque_on_disconnect else "holds the arm"
+        on_event(f"started: space is the emergency stop, q or Ctrl-C {end} and ends the program")
     await asyncio.Event().wait()
 
 

@@ -1,9 +1,13 @@
-"""Hostile policy files, loaded while robots move at 50 Hz and STOP is pressed continuously."""
+"""Hostile policy files, and hostile robots of LeRobot, while robots move at 50 Hz and STOP is pressed continuously."""
 
 import asyncio
 import itertools
 import json
+import logging
+import pickle
+import re
 import shutil
+import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,12 +24,16 @@ from jaxmodels import load_policy
 from jaxmodels.checkpoints import orbax
 from service.recording.recorder import Recorder
 from tests.faults.fleet import SHIPPED, Fleet, moving_fleet
-from tests.faults.processes import Process, server
+from tests.faults.processes import ROOT, Process, server
 from tests.faults.robot import JOINTS
 from tests.hostile.test_floods import flood
 from tests.testing.models import edit_json, golden_folder  # noqa: F401 - a fixture
 from tests.testing.recordings import play, subject
 from tests.testing.waiting import until
+from tests.testing.zenoh_robot import free_endpoint
+from tests.unit.lerobot.test_hostile_pickles import HEAD, call, text
+
+logger = logging.getLogger(__name__)
 
 # The robots, a server and the attacks need both cores of a small machine.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
@@ -40,12 +48,16 @@ LANGUAGE = {
 }
 CHUNK_BYTES = 1 << 30
 RECORDINGS, VIEWERS = 3000, 16
+ENDPOINT = free_endpoint()  # Of LeRobot's robots over Zenoh.
+ATTACK = 8.0  # Seconds.
+GROWTH = 64 << 20  # Bytes of memory that an attack may take.
 
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     place = tmp_path_factory.mktemp("attacked")
-    flags = ("--frozen", "warn", "--creates-per-minute", "1000", "--stuck-after", "1.5")
+    flags = ("--frozen", "warn", "--creates-per-minute", "1000", "--stuck-after", "1.5", "--lerobot-port", "0")
+    flags += ("--lerobot-zenoh", ENDPOINT, "--lerobot-deployment", f"act={SHIPPED}")
     with server(place, *flags, scripted=False, env={"ROBOJAX_UPDATE_QUIET": "0.1"}) as running:
         yield running
 
@@ -204,3 +216,39 @@ async def test_viewers_of_many_recordings_delay_nothing(fleet: Fleet, process: P
     async with undisturbed(fleet), flood("recordings", process.url, "/", 2.0, VIEWERS) as viewers:
         assert json.loads((await viewers.communicate())[0])["bytes"]
     assert len(await fleet.call("GET", "/recordings")) == 100
+
+
+def read_memory(process: Process, name: str) -> int:
+    """Return the resident bytes of a process, now (``VmRSS``) or at most (``VmHWM``)."""
+    (kilobytes,) = re.findall(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+    return int(kilobytes) << 10
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "zenoh"])
+async def test_hostile_robots_run_no_code_and_delay_nothing(
+    fleet: Fleet, process: Process, tmp_path: Path, protocol: str
+) -> None:
+    command, logged = f"touch {tmp_path / 'executed'}", len(process.words())
+    (port,) = re.findall(r"LeRobot's robots: port (\d+)", process.words())
+    address = {"grpc": f"127.0.0.1:{port}", "zenoh": ENDPOINT}[protocol]
+    arguments = ("-m", "tests.hostile.lerobot_flood", protocol, address, command, str(ATTACK))
+    pipes = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
+    attack = await asyncio.create_subprocess_exec(sys.executable, *arguments, **pipes, cwd=ROOT)
+    try:
+        assert attack.stdout is not None
+        assert await asyncio.wait_for(attack.stdout.readline(), 60) == b"ready\n"
+        async with undisturbed(fleet):
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # Resets VmHWM.
+            before = read_memory(process, "VmRSS")
+            found = json.loads((await asyncio.wait_for(attack.communicate(b"\n"), 120))[0])
+            grown = read_memory(process, "VmHWM") - before
+    finally:
+        if attack.returncode is None:
+            attack.kill()
+    logger.info("%s took %.0f MB: %s", protocol, grown / 1e6, found["counts"])
+    assert found["is_served"], process.words()[logged:][-3000:]
+    assert grown < GROWTH
+    assert "Traceback" not in process.words()[logged:]
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(HEAD + call("os", "system", text(command)) + b".")
+    assert (tmp_path / "executed").exists()

@@ -36,6 +36,9 @@ class RobojaxConfig(PreTrainedConfig):
 
     def get_optimizer_preset(self) -> Any:
         """Refuse to train."""
-        raise NotImplementedError("the policy runs on a robojax server and cannot be trained here")
+        raise NotImplementedError(
+            "policy.type is robojax, which runs on a server and cannot be trained; train another type, e.g. "
+            "--policy.type=act, and serve its checkpoint"
+        )
 
     get_scheduler_preset = get_optimizer_preset

@@ -68,6 +68,14 @@ async def test_robot_of_a_plugin_stays_in_limits_and_holds(
     command = (str(LEROBOT_PYTHON), "-m", "robojax.cli", "robot", "--lerobot", *flags, "--limit=shoulder_lift=-95:-60")
     command += (f"--server={url}", "--policy.path=robojax/sim/policy")
 
+    check = await asyncio.create_subprocess_exec(
+        *command, "--check", "--json", cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    findings = json.loads((await asyncio.wait_for(check.communicate(), 120))[0])
+    levels = {finding["name"]: finding["level"] for finding in findings}
+    assert levels | {"shoulder_lift": "ok", "camera front": "ok", "joints": "ok", "units": "warn"} == levels
+    assert [event["event"] for event in read_events(tmp_path)] == ["disconnect"]
+
     async def expect_hold() -> None:
         """Wait until the robot gets no action for a second; its last action is then the pose that it had."""
         await until(lambda: read_events(tmp_path)[-1]["time"] < time.time() - 1, within=30)

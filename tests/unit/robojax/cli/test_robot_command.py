@@ -48,10 +48,9 @@ def test_missing_lerobot_names_the_package_to_install(call: Run, monkeypatch: py
         ((*SIMULATED, "--robot.more=1", "--session=arm"), 2, ["--robot.more=1", "needs --lerobot"]),
         ((*SIMULATED, "--sesion=arm"), 2, ["--sesion=arm"]),
         (("--lerobot", "--robot.type=x", "--limit=elbow", "--session=arm"), 2, ["--limit is 'elbow'", "LOW:HIGH"]),
-        (("--lerobot", "--check"), 2, ["omit --check"]),
         ((*SIMULATED, CAMERA, "--session=arm"), 4, ["no robojax server answers", "robojax serve"]),
     ],
-    ids=["no robot", "no session", "LeRobot's flag", "misspelt", "no limit", "no check", "no server"],
+    ids=["no robot", "no session", "LeRobot's flag", "misspelt", "no limit", "no server"],
 )
 def test_missing_flags_are_named_with_advice(
     call: Run, arguments: tuple[str, ...], code: int, messages: list[str]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from robojax.robot.arm import JOINTS, JointCalibration
+from robojax.robot.arm import JOINTS, JointCalibration, compute_ranges
 from robojax.robot.fit import compare_joints, compare_rates, compare_units, read_policy_fit
 
 WIRE = ["Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"]
@@ -59,7 +59,7 @@ def ranges(**ends: float) -> list[list[float]]:
         (ranges(shoulder_pan=80.0), True, "ok", "degrees"),
         (ranges(shoulder_pan=118.0), True, "warn", "cuts targets at 100"),
         (ranges(wrist_flex=100.0), True, "warn", "where -100..100 of a range ends"),
-        (ranges(wrist_flex=99.3), True, "warn", "of this arm's calibration"),
+        (ranges(wrist_flex=99.3), True, "warn", "of this arm's range"),
         (ranges(**dict.fromkeys(JOINTS, 1.5)), False, "fail", "radians"),
         (ranges(**dict.fromkeys(JOINTS, 1.5)), True, "fail", "radians"),
         (ranges(shoulder_pan=118.0), None, "fail", "--robot.use_degrees is missing; shoulder_pan"),
@@ -69,11 +69,31 @@ def ranges(**ends: float) -> list[list[float]]:
 )
 def test_unit_is_compared_with_training(action_range: Any, use_degrees: bool | None, level: str, message: str) -> None:
     fit = read_policy_fit(answer(action_range=action_range))
-    found = compare_units(fit, use_degrees, CALIBRATION)
+    found = compare_units(fit, use_degrees, compute_ranges(CALIBRATION))
     assert (found.name, found.level) == ("units", level), found
     assert message in found.found
     if level == "fail" and "118" in found.found:
         assert "--robot.use_degrees=true" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("trained", "use_degrees", "limit", "level", "message"),
+    [
+        (1.5, True, 3.0, "ok", "degrees"),
+        (1.5, True, 170.0, "fail", "radians"),
+        (150.0, True, 170.0, "ok", "left_0 reaches"),
+        (150.0, True, 90.0, "warn", "beyond the 90 degrees"),
+        (150.0, False, 100.0, "fail", "not -100..100"),
+    ],
+)
+def test_unit_of_another_robot_is_compared_with_training(
+    trained: float, use_degrees: bool, limit: float, level: str, message: str
+) -> None:
+    """The robot has no joint of an SO-101; its limits are in its own unit."""
+    fit = read_policy_fit(answer(ALOHA[:6], action_range=[[-trained] * 6, [trained] * 6]))
+    found = compare_units(fit, use_degrees, dict.fromkeys(ALOHA[:6], (-limit, limit)))
+    assert (found.name, found.level) == ("units", level), found
+    assert message in found.found
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,34 @@
 """Robots of LeRobot as arms, without LeRobot: limits, targets and failures."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from robojax.robot.arm import Unit
+from robojax.robot.checks import check_robot
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.lerobot_arm import LeRobotArm, compute_limits, configure_lerobot_arm, find_limits, read_limits
+from robojax.robot.runner import RobotRunner
 
 
 class FakeRobot:
-    """A robot with LeRobot's interface and the joints ``elbow`` (degrees, +-45) and ``gripper``."""
+    """A robot with LeRobot's interface, joints (by default ``elbow`` from -45 to 45 degrees) and ``gripper``."""
 
     name = id = "fake"
 
-    def __init__(self, **changes: Any):
+    def __init__(self, joints: Sequence[str] = ("elbow",), unit: Unit = Unit.DEGREES, **changes: Any):
         joint = SimpleNamespace(range_min=1536, range_max=2560)
-        modes = {"elbow": Unit.DEGREES, "gripper": Unit.GRIPPER}
+        modes = dict.fromkeys(joints, unit) | {"gripper": Unit.GRIPPER}
         motors = {
             name: SimpleNamespace(model="m", norm_mode=SimpleNamespace(value=mode)) for name, mode in modes.items()
         }
         self.bus = SimpleNamespace(motors=motors, model_resolution_table={"m": 4097}, apply_drive_mode=True)
-        self.calibration = {"elbow": joint, "gripper": joint}
+        self.calibration = dict.fromkeys(modes, joint)
         self.config = SimpleNamespace(disable_torque_on_disconnect=True)
-        self.pose = {"elbow.pos": 50.0, "gripper.pos": 5.0}
+        self.pose = dict.fromkeys([f"{name}.pos" for name in joints], 50.0) | {"gripper.pos": 5.0}
         self.action_features = dict.fromkeys(self.pose, float)
         self.observation_features = self.action_features | {"front": (48, 64, 3), "depth": (48, 64, 1)}
         self.is_calibrated, self.is_connected, self.sent = True, False, []
@@ -37,7 +41,7 @@ class FakeRobot:
         self.is_connected = False
 
     def get_observation(self) -> dict[str, Any]:
-        return self.pose | {"front": "picture", "depth": "depth"}
+        return self.pose | {"front": np.zeros((48, 64, 3), np.uint8), "depth": "depth"}
 
     def send_action(self, action: dict[str, float]) -> None:
         self.sent.append(action)
@@ -88,7 +92,7 @@ def test_targets_stay_in_limits_and_start_from_the_pose() -> None:
     assert arm.cameras == ("front",)
     assert configure_lerobot_arm(arm).max_relative_target == {"elbow": 9.0, "gripper": 0.8}
     arm.enable_torque()
-    assert arm.pictures == {"front": "picture"}
+    assert arm.pictures["front"].shape == (48, 64, 3)
     arm.move({"elbow": 80.0})
     arm.move({"elbow": -80.0, "gripper": 0.0})
     assert robot.sent == [
@@ -96,6 +100,29 @@ def test_targets_stay_in_limits_and_start_from_the_pose() -> None:
         {"elbow.pos": 50.0, "gripper.pos": 5.0},
         {"elbow.pos": -45.0, "gripper.pos": 1.0},
     ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "elbow"),
+    [(Unit.DEGREES, ("warn", "50.0, limits -45 to 45")), (Unit.PERCENT, ("ok", "50.0, limits -100 to 100"))],
+)
+def test_check_compares_the_pose_with_the_limits_without_motion(unit: Unit, elbow: tuple[str, str]) -> None:
+    robot = FakeRobot(unit=unit)
+    arm = LeRobotArm(robot, {})
+    config = configure_lerobot_arm(arm)
+    assert config.use_degrees is (unit is Unit.DEGREES)
+    findings = list(check_robot(RobotRunner(config, "http://127.0.0.1:9", lerobot=arm)))
+    found = {each.name: (each.level, each.found) for each in findings}
+    assert found["elbow"] == elbow
+    assert (found["gripper"][0], found["camera front"]) == ("ok", ("ok", "64x48"))
+    assert found["server"][0] == "fail"
+    assert robot.sent == []
+
+    robot.is_calibrated = False
+    (robot_found,) = [
+        each for each in check_robot(RobotRunner(config, "http://127.0.0.1:9", lerobot=arm)) if each.name == "robot"
+    ]
+    assert (robot_found.level, "calibration" in robot_found.found) == ("fail", True)
 
 
 def test_lost_robot_is_held_when_it_is_disconnected() -> None:

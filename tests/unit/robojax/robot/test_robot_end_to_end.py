@@ -25,7 +25,8 @@ from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
 from robojax.robot.checks import check_robot
 from robojax.robot.config import RobotConfig
-from robojax.robot.errors import ArmLost, RobotError
+from robojax.robot.errors import ArmLost, RobotError, SessionTaken
+from robojax.robot.lerobot_arm import LeRobotArm, configure_lerobot_arm
 from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
@@ -35,6 +36,7 @@ from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPo
 from tests.testing.rig import REAL, started
 from tests.testing.waiting import until
 from tests.unit.robojax.robot.conftest import CALIBRATION
+from tests.unit.robojax.robot.test_lerobot_arm import FakeRobot
 
 PATIENCE = 0.3
 
@@ -260,6 +262,18 @@ async def test_stop_during_a_lost_link_is_delivered_later(rig: Rig, by: str) -> 
         await rig.session.reset()
         await rig.until_latched(False)
         await rig.session.start()
+        await rig.until_moving()
+
+
+async def test_second_robot_of_a_session_does_not_stop_the_first(rig: Rig) -> None:
+    await rig.create("direct")
+    async with rig.running():
+        await rig.session.start()
+        await rig.until_moving()
+        arm = LeRobotArm(FakeRobot(list(JOINTS)[:-1]), {})
+        with pytest.raises(SessionTaken, match="another client"):
+            await run(RobotRunner(configure_lerobot_arm(arm), rig.client.url, session="arm", lerobot=arm), str)
+        assert (await rig.session.status()).is_moving
         await rig.until_moving()
 
 
