@@ -5,7 +5,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -22,6 +23,9 @@ def lower_priority(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, 19))
 
 
+_UNFINISHED = object()  # Result of a call that is not the last of several.
+
+
 def run_call(call: Callable[[], Result], outcome: asyncio.Future[Result]) -> None:
     """Run a call on this thread, and pass its result or its error to the future on its event loop."""
     try:
@@ -29,7 +33,8 @@ def run_call(call: Callable[[], Result], outcome: asyncio.Future[Result]) -> Non
     except BaseException as error:  # The waiting side raises every error.
         call_soon(outcome.get_loop(), _settle_waiting, outcome.set_exception, outcome, as_plain_exception(error))
     else:
-        call_soon(outcome.get_loop(), _settle_waiting, outcome.set_result, outcome, result)
+        if result is not _UNFINISHED:
+            call_soon(outcome.get_loop(), _settle_waiting, outcome.set_result, outcome, result)
 
 
 def _settle_waiting(settle: Callable[[Any], None], outcome: asyncio.Future[Any], value: object) -> None:
@@ -66,12 +71,30 @@ class WorkerThread:
 
     def submit(self, call: Callable[[], Result]) -> asyncio.Future[Result]:
         """Queue a call; returns the future of its result."""
+        outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._enqueue(call, outcome)
+        return outcome
+
+    def _enqueue(self, call: Callable[[], Any], outcome: asyncio.Future[Any]) -> None:
         if not self._is_started:
             self._is_started = True
             for thread in self._threads:
                 thread.start()
-        outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._calls.put((call, outcome))
+
+    def submit_all(self, calls: Sequence[Callable[[], Result]]) -> asyncio.Future[list[Result]]:
+        """Queue calls; returns the future of all results, or of the first error. The event loop wakes up once."""
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        results: list[Any] = [None] * len(calls)
+        unfinished = [None] * len(calls)
+
+        def run(index: int) -> Any:
+            results[index] = calls[index]()
+            unfinished.pop()
+            return _UNFINISHED if unfinished else results
+
+        for index in range(len(calls)):
+            self._enqueue(partial(run, index), outcome)
         return outcome
 
     def close(self, timeout: float) -> bool:

@@ -176,9 +176,10 @@ class DirectInference:
         Raises:
             MoveRefused, SessionLoading: as ``get_link``.
         """
-        return self._spec_for(self.get_link()[1])
+        return self.spec_for(self.get_link()[1])
 
-    def _spec_for(self, robot_io: RobotIO) -> ObservationSpec:
+    def spec_for(self, robot_io: RobotIO) -> ObservationSpec:
+        """Return the specification of the client's observations for the session's robot."""
         spec, cameras = self._spec, self.session.new.camera_names
         steps = robot_io.runner.loaded.requirements.observation_steps
         if self._table is not robot_io.table:
@@ -336,7 +337,7 @@ class DirectInference:
         """Decode an observation, and add its history."""
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
-        spec = self._spec_for(robot_io)
+        spec = self.spec_for(robot_io)
         pose, out_of_range = observed.get_pose(spec)
         moments = *observed.past, observed
         if len(moments) == 1:  # Without another task.
@@ -493,7 +494,7 @@ class DirectInference:
         Raises as ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
-        spec = self._spec_for(robot_io)  # The next action may come from the plan, without an inference.
+        spec = self.spec_for(robot_io)  # The next action may come from the plan, without an inference.
         self._check_units(robot_io, [moment.get_pose(spec)[0] for moment in (*observed.past, observed)])
         now, trace = time.monotonic(), None
         if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
@@ -619,7 +620,7 @@ async def answer_act(
     if not isinstance(want, str) or want not in ("chunk", "action"):
         raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
     executed, number = (read_integer(message, name) for name in ("executed", "number"))
-    observed = observation.read_observation(message, inference.observation_spec(), is_complete=True)
+    observed = observation.read_observation(message, inference.spec_for(robot_io), is_complete=True)
     answer: dict[str, Any] = {} if number is None else {"number": number}
     trace: InferenceTrace | None
     if is_new:

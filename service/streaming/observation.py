@@ -1,6 +1,5 @@
 """Observations of messages: parsing, decoding and checks; all mistakes are reported together."""
 
-import asyncio
 import base64
 import binascii
 import os
@@ -208,8 +207,8 @@ class ClientObservation:
         """
         if not self.files:
             return self.frames
-        images = await asyncio.gather(
-            *(DECODERS.submit(partial(decode_image, name, file, spec.max_pixels)) for name, file in self.files.items())
+        images = await DECODERS.submit_all(
+            [partial(decode_image, name, file, spec.max_pixels) for name, file in self.files.items()]
         )
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 
