@@ -83,7 +83,10 @@ class WorkerThread:
         self._calls.put((call, outcome))
 
     def submit_all(self, calls: Sequence[Callable[[], Result]]) -> asyncio.Future[list[Result]]:
-        """Queue calls; returns the future of all results, or of the first error. The event loop wakes up once."""
+        """Queue one or more calls; returns the future of all results, or of the first error.
+
+        The event loop wakes up once.
+        """
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         results: list[Any] = [None] * len(calls)
         unfinished = [None] * len(calls)

@@ -2,6 +2,7 @@
 
 import io
 import re
+import struct
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -15,6 +16,8 @@ _FORMATS = ("PNG", "JPEG")
 # Modes of Pillow with an exact conversion to 8-bit RGB: black and white, gray, palette and colour.
 _OPAQUE_MODES = ("1", "L", "P", "RGB")
 _ALPHA_MODES = ("LA", "PA", "RGBA")
+_SEGMENT = struct.Struct(">BBH")  # 0xFF, kind, and size without these two bytes.
+_MAX_SEGMENTS = 64
 _MAX_EXIF = 1 << 16  # Bytes; the maximum of a JPEG.
 _MODE_NAMES = {"CMYK": "a CMYK picture"}
 _ACCEPTED = "wanted 8-bit RGB or gray, PNG or JPEG"
@@ -90,7 +93,7 @@ def _decode_plain_jpeg(file: bytes | memoryview, check_size: Callable[[int, int]
 
     The pixels equal Pillow's. Pillow holds Python's lock for a third of the time, and takes half as long again.
     """
-    if file[:2] != b"\xff\xd8" or b"Exif\0\0" in bytes(file):
+    if file[:2] != b"\xff\xd8" or _may_have_exif(file):
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(file)
@@ -104,6 +107,21 @@ def _decode_plain_jpeg(file: bytes | memoryview, check_size: Callable[[int, int]
         return simplejpeg.decode_jpeg(file)
     except ValueError:
         return None
+
+
+def _may_have_exif(file: bytes | memoryview) -> bool:
+    """Whether a JPEG file has a segment of the kind of EXIF data before its pixels, or an unusual structure."""
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        if len(file) < at + _SEGMENT.size:
+            break
+        start, kind, size = _SEGMENT.unpack_from(file, at)
+        if start != 0xFF or kind in (0xE1, 0xFF):
+            break
+        if kind == 0xDA:  # The first scan.
+            return False
+        at += 2 + size
+    return True
 
 
 def _open(file: bytes | memoryview) -> ImageFile.ImageFile:

@@ -11,7 +11,7 @@ from jaxmodels.errors import ObservationError
 from service.engines.connection import ConnectionLost
 from service.engines.messages import EngineFacts
 from service.engines.remote_policy import RemotePolicy, check_answer
-from service.inference.batching import LatencyModel, SlidingWindow, read_frame_sizes
+from service.inference.batching import LatencyModel, SlidingWindow, read_layout
 from service.inference.device_worker import DeviceGone, DeviceStuck, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.threads import mark_retrieved, settle
@@ -91,7 +91,7 @@ class RemoteWorker:
         result: asyncio.Future[Any] = loop.create_future()
         self._pending[outcome] = self.last_used_at = now
         timer = loop.call_later(self._stuck_after, self._give_up, result)
-        latency = replica.latencies[read_frame_sizes(observation)]
+        latency = replica.latencies[read_layout(observation).frames]
         outcome.add_done_callback(lambda outcome: self._end(outcome, result, timer, now, latency))
         answering = self._answer(result)
         if may_move:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -386,30 +386,22 @@ class ObservationLayout(NamedTuple):
     shapes: tuple[Shape, ...] | None
 
 
-def read_frame_sizes(observation: Mapping[str, np.ndarray]) -> FrameSizesKey:
-    """Return ``ObservationLayout.frames`` of an observation."""
-    frames: set[tuple[str, Any]] = set()
-    for name, array in observation.items():
-        if isinstance(array, np.ndarray):
-            if array.ndim in (4, 5) and name.startswith(IMAGES):
-                frames.add((name[len(IMAGES) :], array.shape[-3:-1]))
-            elif array.ndim == 3 and name == PREFIX_ACTIONS:
-                frames.add((name, array.shape[1:]))
-    return frozenset(frames)
-
-
 def read_layout(observation: Mapping[str, np.ndarray]) -> ObservationLayout:
     """Return the layout of an observation; values that are not arrays are ignored."""
-    shapes, is_stackable = [], True
+    frames, shapes, is_stackable = set(), [], True
     for name, array in observation.items():
         if not isinstance(array, np.ndarray):
             is_stackable = False
             continue
         shape = array.shape
+        if len(shape) in (4, 5) and name.startswith(IMAGES):
+            frames.add((name[len(IMAGES) :], shape[-3:-1]))
+        elif len(shape) == 3 and name == PREFIX_ACTIONS:
+            frames.add((name, shape[1:]))
         if not shape or shape[0] != 1 or array.dtype.hasobject:
             is_stackable = False
         shapes.append((name, shape[1:], array.dtype.str))
-    return ObservationLayout(read_frame_sizes(observation), tuple(sorted(shapes)) if is_stackable else None)
+    return ObservationLayout(frozenset(frames), tuple(sorted(shapes)) if is_stackable else None)
 
 
 class StackingBuffers:

@@ -118,14 +118,21 @@ class MsgpackReader:
         self._values_left -= 1
         if self._values_left < 0:
             raise TooLarge("the msgpack has too many values; send arrays as arrays")
-        if self.is_at_end:
+        first = self._take(1)[0]
+        if first < 0x80:
+            return first
+        if first >= 0xE0:
+            return first - 0x100
+        if first in _CONSTANTS:
+            return _CONSTANTS[first]
+        if first in _NUMBERS:
+            number = self._unpack(_NUMBERS[first])
+            if self._limits.is_finite and not math.isfinite(number):
+                raise InvalidRequest("the msgpack has NaN or infinity")
+            return number
+        if first not in _KINDS:
             raise _malformed_error()
-        first = self._body[self._position]
-        self._position += 1
-        found = _KINDS.get(first)
-        if found is None:
-            return self._read_number(first)
-        kind, packed, size = found
+        kind, packed, size = _KINDS[first]
         if packed is not None:
             size = self._unpack(packed)
         if kind == "data":
@@ -139,20 +146,6 @@ class MsgpackReader:
         # The limit keeps a large declared size from creating a large range.
         items = range(min(size, self._values_left + 1))
         return self._read_map(key, depth, items) if kind == "map" else [self.read_value(key, depth + 1) for _ in items]
-
-    def _read_number(self, first: int) -> Any:
-        if first < 0x80:
-            return first
-        if first >= 0xE0:
-            return first - 0x100
-        if first in _CONSTANTS:
-            return _CONSTANTS[first]
-        if first not in _NUMBERS:
-            raise _malformed_error()
-        number = self._unpack(_NUMBERS[first])
-        if self._limits.is_finite and not math.isfinite(number):
-            raise InvalidRequest("the msgpack has NaN or infinity")
-        return number
 
     def _read_map(self, key: object, depth: int, items: range) -> Any:
         found: dict[Any, Any] = {}
@@ -310,11 +303,8 @@ def _read_scalar(key: object, found: dict[Any, Any]) -> Any:
 def _encode_array(value: object) -> Any:
     if isinstance(value, np.ndarray):
         little_endian = value.astype(value.dtype.newbyteorder("<"), copy=False)
-        return {
-            "dtype": _NAMES.get(value.dtype) or value.dtype.name,
-            "shape": list(value.shape),
-            "data": little_endian.tobytes(),
-        }
+        name = _NAMES.get(value.dtype) or value.dtype.name
+        return {"dtype": name, "shape": list(value.shape), "data": little_endian.tobytes()}
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 

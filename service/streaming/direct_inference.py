@@ -51,12 +51,7 @@ _KEPT_PER_STEP = 8  # Largest number of observations kept per step of the policy
 
 
 class InferenceTrace(NamedTuple):
-    """Actions (t, a) float32 inside the limits, reasons for changes, times, and what is odd about the state.
-
-    Attributes:
-        out_of_range: joints far out of range.
-        units_warning: why the state may be in radians, or None.
-    """
+    """Actions (t, a) float32 inside the limits, reasons for changes, times, joints far out of range, and a warning."""
 
     actions: np.ndarray
     clamped: tuple[str, ...]
