@@ -14,6 +14,8 @@ late chunk, which takes a predictable time. Measuring begins when all batch size
 Policies have random weights: pi0.5 with all of its 3.35 billion parameters and ACT of LeRobot's default size, both in
 bfloat16. ``admitted`` is the number of sessions with this rate that the server accepts. The robots themselves promise a
 lower rate, so that they find the device's limit and not the limit of the admission.
+``event_loop_ms`` is the processor time of the server's event loop for each chunk, which limits the chunks per second
+of one server, together with the time for which its other threads hold Python's lock.
 
 Targets on an H200: pi0.5 40 robots, ACT 64 robots, the device busy for 80 % of the time, p99 at most 2 times p50.
 Last figures, an H200: 48 robots with pi0.5 (the largest number that was tried), 16 with ACT; benchmarks/results/h200.
@@ -210,7 +212,7 @@ class Scene:
         """Return the figures of this number of robots, which ask for these seconds."""
         self.add_robots(robots)
         time.sleep(REPORTED)
-        before, used = self._device(), self._processor()
+        before, used, looped = self._device(), self._processor(), self._event_loop()
         order = {"start": time.monotonic() + 0.5, "seconds": seconds}
         with busy_share() as shares, ThreadPoolExecutor(robots) as pool:
             asking = [pool.submit(robot.order, **order) for robot in self._robots[:robots]]
@@ -218,6 +220,7 @@ class Scene:
             load = self._device()["load"]
             rides = [one.result() for one in asking]
         cores = (self._processor() - used) / (time.monotonic() - order["start"])
+        looped = self._event_loop() - looped
         time.sleep(REPORTED)
         after = self._device()
         answers = [taken for ride in rides for taken in ride["seconds"]]
@@ -233,6 +236,7 @@ class Scene:
             "device_busy": round(load, 3),
             "driver_busy": round(float(np.mean(shares)), 3) if shares else None,
             "server_cores": round(cores, 2),
+            "event_loop_ms": round(1e3 * looped / max(len(answers), 1), 2),
         }
 
     def _device(self) -> Any:
@@ -244,6 +248,11 @@ class Scene:
         server = psutil.Process(self._server.process.pid)
         used = [process.cpu_times() for process in (server, *server.children(recursive=True))]
         return sum(times.user + times.system for times in used)
+
+    def _event_loop(self) -> float:
+        """Return the seconds of a core that the server's event loop has used; it is the server's first thread."""
+        threads = psutil.Process(self._server.process.pid).threads()
+        return sum(one.user_time + one.system_time for one in threads if one.id == self._server.process.pid)
 
     def describe(self) -> dict[str, Any]:
         """Return the device and the seconds of its batches."""

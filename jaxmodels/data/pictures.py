@@ -2,9 +2,11 @@
 
 import io
 import re
+import struct
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import simplejpeg
 from jaxtyping import UInt8
 from PIL import ExifTags, Image, ImageFile
 
@@ -14,6 +16,8 @@ _FORMATS = ("PNG", "JPEG")
 # Modes of Pillow with an exact conversion to 8-bit RGB: black and white, gray, palette and colour.
 _OPAQUE_MODES = ("1", "L", "P", "RGB")
 _ALPHA_MODES = ("LA", "PA", "RGBA")
+_SEGMENT = struct.Struct(">BBH")  # 0xFF, kind, and size without these two bytes.
+_MAX_SEGMENTS = 64
 _MAX_EXIF = 1 << 16  # Bytes; the maximum of a JPEG.
 _MODE_NAMES = {"CMYK": "a CMYK picture"}
 _ACCEPTED = "wanted 8-bit RGB or gray, PNG or JPEG"
@@ -57,6 +61,8 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         >>> decode_picture(file.getvalue(), lambda height, width: None).shape
         (2, 3, 3)
     """
+    if (plain := _decode_plain_jpeg(file, check_size)) is not None:
+        return plain
     with _open(file) as opened:
         check_size(opened.height, opened.width)
         # Pillow converts 16-bit gray by clipping at 255, and with an alpha channel by taking the upper bits.
@@ -80,6 +86,42 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         if turn is not None:
             picture = picture.transpose(turn)
         return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+
+
+def _decode_plain_jpeg(file: bytes | memoryview, check_size: Callable[[int, int], None]) -> np.ndarray | None:
+    """Decode a JPEG file of the usual colours without EXIF data; None for any other or damaged file.
+
+    The pixels equal Pillow's. Pillow holds Python's lock for a third of the time, and takes half as long again.
+    """
+    if file[:2] != b"\xff\xd8" or _may_have_exif(file):
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(file)
+    except ValueError:
+        return None
+    height, width = int(height), int(width)
+    if colours != "YCbCr" or height * width > (Image.MAX_IMAGE_PIXELS or 0):
+        return None
+    check_size(height, width)
+    try:
+        return simplejpeg.decode_jpeg(file)
+    except ValueError:
+        return None
+
+
+def _may_have_exif(file: bytes | memoryview) -> bool:
+    """Whether a JPEG file has a segment of the kind of EXIF data before its pixels, or an unusual structure."""
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        if len(file) < at + _SEGMENT.size:
+            break
+        start, kind, size = _SEGMENT.unpack_from(file, at)
+        if start != 0xFF or kind in (0xE1, 0xFF):
+            break
+        if kind == 0xDA:  # The first scan.
+            return False
+        at += 2 + size
+    return True
 
 
 def _open(file: bytes | memoryview) -> ImageFile.ImageFile:

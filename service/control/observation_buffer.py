@@ -195,12 +195,15 @@ class ObservationBuffer:
         self._values = self._values.copy()
         self._values[positions] = list(update.values.values())
         self._values.flags.writeable = False
-        self._is_known[positions] = True
-        self._is_current[positions] = True
-        self.pose = self._values if self._is_known.all() else None
+        if self.is_pose_current:
+            self.pose = self._values
+        else:
+            self._is_known[positions] = True
+            self._is_current[positions] = True
+            self.is_pose_current = bool(self._is_current.all())
+            self.pose = self._values if self._is_known.all() else None
         if self.units is not None and self.units.unchecked is None:
             self.units_mismatch = None if self.pose is None else self.units.find_mismatch(self.pose)
-        self.is_pose_current = bool(self._is_current.all())
         self.joint_updates.add(observed_at)
         self.last_input_at = max(observed_at, self.last_input_at or observed_at)
         return update.dropped

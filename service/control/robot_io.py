@@ -285,6 +285,11 @@ class RobotIO:
         if self._link is not None:
             self._link.latch(reason)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether ``take_events`` may have an event; this costs less than an iterator."""
+        return self._has_events.is_set()
+
     def take_events(self) -> Iterator[ControlEvent]:
         """Yield the robot's events since the last call, oldest first, after the robot was stopped for them."""
         self._has_events.clear()

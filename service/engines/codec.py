@@ -21,6 +21,8 @@ _TUPLE, _SET, _RECORD, _ARRAY, _SHARED_ARRAY = range(5)
 
 # Start and bytes of a block of the shared memory.
 Block = tuple[int, int]
+# An array of the shared memory, and the array that has to be copied to it.
+Copy = tuple[np.ndarray, np.ndarray]
 
 
 class MessageError(ValueError):
@@ -51,15 +53,18 @@ class MessageCodec:
         self._readers = {record: _read_record(record) for record in records}
         self._outgoing, self._incoming, self._copies = outgoing, incoming, copies
         self._blocks: list[Block] = []
+        self._copies_left: list[Copy] = []
         self._has_shared = False
 
-    def encode(self, message: Any) -> tuple[bytes, list[Block]]:
-        """Return an encoded message, and the blocks that are in use until its receiver has read them.
+    def encode(self, message: Any) -> tuple[bytes, list[Block], list[Copy]]:
+        """Return an encoded message, the blocks that are in use until its receiver has read them, and what to copy.
+
+        The caller copies the arrays before it sends the message, because frames take too long for an event loop.
 
         Raises:
             MessageError: it holds a value of another type, or is too long.
         """
-        self._blocks = blocks = []
+        self._blocks, self._copies_left = blocks, copies = [], []
         try:
             data = self._pack(message)
             if len(data) > MAX_MESSAGE:
@@ -67,7 +72,7 @@ class MessageCodec:
         except BaseException:
             self.free(blocks)
             raise
-        return data, blocks
+        return data, blocks, copies
 
     def free(self, blocks: list[Block]) -> None:
         """Free blocks of an encoded message, whose receiver has read them."""
@@ -127,7 +132,7 @@ class MessageCodec:
         assert self._outgoing is not None, "a block is in the outgoing memory"
         self._blocks.append((start, array.nbytes))
         view = np.frombuffer(self._outgoing.view(start, array.nbytes), array.dtype).reshape(array.shape)
-        np.copyto(view, array)
+        self._copies_left.append((view, array))
         return msgpack.ExtType(_SHARED_ARRAY, description + b"%d" % start)
 
     def _unpack_extension(self, code: int, data: bytes) -> Any:

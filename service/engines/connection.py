@@ -4,10 +4,13 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
-from service.engines.codec import MAX_MESSAGE, Block, MessageCodec, MessageError
+import numpy as np
+
+from service.engines.codec import MAX_MESSAGE, Block, Copy, MessageCodec, MessageError
+from service.threads import WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +18,7 @@ _HEADER = struct.Struct("<I")
 # Messages: [CALL, number, method, arguments], [ANSWER, number, value], [FAULT, number, text],
 # [EVENT, name, arguments] and [RELEASE, number], which says that the shared arrays of an answer were read.
 _CALL, _ANSWER, _FAULT, _EVENT, _RELEASE = range(5)
+_COPIERS = WorkerThread("frames", 2)
 
 
 class ConnectionLost(Exception):
@@ -74,15 +78,15 @@ class Connection(asyncio.Protocol):
             answer.set_exception(ConnectionLost("the engine's process has ended"))
             return answer
         number = next(self._numbers)
-        data, blocks = self._codec.encode([_CALL, number, method, list(arguments)])
+        data, blocks, copies = self._codec.encode([_CALL, number, method, list(arguments)])
         self._calls[number] = answer, blocks
-        self._write(data)
+        self._write_later(data, copies)
         return answer
 
     def send_event(self, name: str, *arguments: Any) -> None:
         """Send an event, which has no answer; it is dropped when the connection has ended."""
         if self.is_open:
-            data, blocks = self._codec.encode([_EVENT, name, list(arguments)])
+            data, blocks, _ = self._codec.encode([_EVENT, name, list(arguments)])
             assert not blocks, "events have no large arrays"
             self._write(data)
 
@@ -128,6 +132,14 @@ class Connection(asyncio.Protocol):
         for task in self._tasks:
             task.cancel()
         self._on_lost()
+
+    def _write_later(self, data: bytes, copies: Sequence[Copy]) -> None:
+        """Send a message once its arrays are in the shared memory."""
+        if not copies:
+            self._write(data)
+            return
+        copied = _COPIERS.submit(lambda: [np.copyto(*copy) for copy in copies])
+        copied.add_done_callback(lambda _: self._write(data) if self.is_open else None)
 
     def _write(self, data: bytes) -> None:
         assert self._transport is not None
@@ -180,8 +192,8 @@ class Connection(asyncio.Protocol):
                 self._write(self._codec.encode([_FAULT, number, text])[0])
 
     def _send_answer(self, number: int, value: Any) -> None:
-        data, blocks = self._codec.encode([_ANSWER, number, value])
+        data, blocks, copies = self._codec.encode([_ANSWER, number, value])
         if blocks:
             self._answered[number] = blocks
         if self.is_open:
-            self._write(data)
+            self._write_later(data, copies)

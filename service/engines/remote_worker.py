@@ -11,7 +11,7 @@ from jaxmodels.errors import ObservationError
 from service.engines.connection import ConnectionLost
 from service.engines.messages import EngineFacts
 from service.engines.remote_policy import RemotePolicy, check_answer
-from service.inference.batching import LatencyModel, read_layout
+from service.inference.batching import LatencyModel, SlidingWindow, read_layout
 from service.inference.device_worker import DeviceGone, DeviceStuck, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.threads import mark_retrieved, settle
@@ -46,7 +46,7 @@ class RemoteWorker:
         self._call, self._on_stuck = call, on_stuck
         self._stuck_after = stuck_after
         self._pending: dict[asyncio.Future[Any], float] = {}  # values: when it was sent, oldest first
-        self._latency = LatencyModel()
+        self._latency = SlidingWindow()
         self._gone_reason: str | None = None
         self._is_closed = False
 
@@ -110,8 +110,7 @@ class RemoteWorker:
 
     @property
     def _usual_latency(self) -> float:
-        usual = self._latency.measured(1).median
-        usual = max(3 * usual, MIN_OVERDUE) if self._latency.is_measured else DEFAULT_OVERDUE
+        usual = max(3 * self._latency.latency.median, MIN_OVERDUE) if self._latency.numbers else DEFAULT_OVERDUE
         return min(usual, self._stuck_after)
 
     @staticmethod
@@ -146,7 +145,7 @@ class RemoteWorker:
         settle(result, answer)
 
     def _record(self, answer: InferenceResult, batch_seconds: float, latency: LatencyModel) -> None:
-        self._latency.record(1, answer.total)
+        self._latency.append(answer.total)
         latency.record(answer.batch, batch_seconds)
 
     def _give_up(self, result: asyncio.Future[Any]) -> None:

@@ -41,7 +41,7 @@ class _Known(NamedTuple):
     ran_at: int
 
 
-class _SlidingWindow:
+class SlidingWindow:
     """The newest ``WINDOW`` numbers, which are also kept sorted, because sorting them takes 8 us."""
 
     def __init__(self, numbers: Iterable[float] = ()) -> None:
@@ -73,7 +73,7 @@ class LatencyModel:
         self.is_measured = False
         self._lock = threading.Lock()
         # For each size: the seconds, and the seconds divided by the device's pace at the time.
-        self._windows: dict[int, tuple[_SlidingWindow, _SlidingWindow]] = {}
+        self._windows: dict[int, tuple[SlidingWindow, SlidingWindow]] = {}
         self._count = 0
         self._ratios = deque([1.0] * PACE_WINDOW, PACE_WINDOW)  # the first batch may be slow
         # Latencies by size, and the pace. Replaced and never mutated, so that readers need no lock.
@@ -85,7 +85,7 @@ class LatencyModel:
             known, pace = self._now
             before = known.get(size)
             if (windows := self._windows.get(size)) is None:
-                windows = self._windows[size] = (_SlidingWindow(), _SlidingWindow())
+                windows = self._windows[size] = (SlidingWindow(), SlidingWindow())
             most = WINDOW
             if before is not None and self._count - before.ran_at >= STALE_AFTER:
                 most = min(KEPT_WHEN_STALE + 1, len(windows[0].numbers))
@@ -115,7 +115,7 @@ class LatencyModel:
             pace_there = other._now[1]
         with self._lock:
             known, pace = self._now
-            windows = _SlidingWindow(seconds), _SlidingWindow(one * pace_there / pace for one in normalized)
+            windows = SlidingWindow(seconds), SlidingWindow(one * pace_there / pace for one in normalized)
             self._windows[size] = windows
             self._count += 1
             known = {**known, size: _Known(windows[0].latency, windows[1].latency, self._count)}
@@ -126,7 +126,7 @@ class LatencyModel:
         """Rescale all samples so that the present pace counts as 1; predictions stay the same."""
         rescaled: dict[int, _Known] = {}
         for size, (seconds, normalized) in self._windows.items():
-            window = _SlidingWindow(one * pace for one in normalized.numbers)
+            window = SlidingWindow(one * pace for one in normalized.numbers)
             self._windows[size] = seconds, window
             rescaled[size] = known[size]._replace(normalized=window.latency)
         self._ratios = deque((ratio / pace for ratio in self._ratios), PACE_WINDOW)

@@ -271,7 +271,8 @@ class Engine:
             PolicyFailed: the policy raised.
             InferenceStuck: no result came in ``stuck_after`` seconds.
         """
-        async with nullcontext() if caller is None else self._turns.setdefault(caller, asyncio.Lock()):
+        turn = nullcontext() if caller is None else self._turns.get(caller)
+        async with turn or self._turns.setdefault(caller, asyncio.Lock()):
             self._pending += 1
             try:
                 if loaded.own_names:

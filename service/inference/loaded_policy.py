@@ -309,12 +309,9 @@ def _encode_instruction(instruction: str) -> np.ndarray:
 
 def unread_features(requirements: Requirements) -> frozenset[str]:
     """Return the features of a robot's observation that a policy does not read; frame sizes are compared elsewhere."""
-    is_unread = {
-        STATE: requirements.state is None,
-        TASK: not requirements.language,
-        PROMPT_CUT: not requirements.prompt_cuts,
-    }
-    return frozenset(name for name, unread in is_unread.items() if unread)
+    state = () if requirements.state is not None else (STATE,)
+    task = () if requirements.language else (TASK,)
+    return frozenset((*state, *task, *(() if requirements.prompt_cuts else (PROMPT_CUT,))))
 
 
 def select_features(requirements: Requirements, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

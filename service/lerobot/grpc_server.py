@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
@@ -310,7 +311,7 @@ def _require_exchange(connection: _Connection) -> RobotExchange:
 
 async def _run_decoder(read: Callable[[Any], Any], data: memoryview) -> Any:
     """Read a pickle in the threads of pictures, so that no robot misses a tick."""
-    return await asyncio.get_running_loop().run_in_executor(observation.DECODERS, read, data)
+    return await observation.DECODERS.submit(partial(read, data))
 
 
 def _find_cached_revision(path: str, policies: PolicySettings) -> str | None:

@@ -219,7 +219,7 @@ class LerobotZenohServer:
     ) -> None:
         request, kind, key = Envelope("error"), endpoint.kind, str(message.key_expr)
         try:
-            request = await self._loop.run_in_executor(DECODERS, read_envelope, payload)
+            request = await DECODERS.submit(partial(read_envelope, payload))
             found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
             if found != (kind, "" if kind == "describe" else self._instance_id, key):
                 raise EnvelopeError(f"message type, instance or session differ from {key}: {found}", "protocol")

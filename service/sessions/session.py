@@ -255,7 +255,7 @@ class Session(BaseSession):
 
     def _current_lifecycle(self) -> Lifecycle:
         """Return its lifecycle after all events of the robot so far."""
-        if self._event_source is not None:
+        if self._event_source is not None and self._event_source.has_events:
             for event in self._event_source.take_events():
                 self._apply_event(event)
         return self._lifecycle

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,13 +51,14 @@ _KEPT_PER_STEP = 8  # Largest number of observations kept per step of the policy
 
 
 class InferenceTrace(NamedTuple):
-    """Actions (t, a) float32 inside the limits, reasons for changes, times, and joints far out of range."""
+    """Actions (t, a) float32 inside the limits, reasons for changes, times, joints far out of range, and a warning."""
 
     actions: np.ndarray
     clamped: tuple[str, ...]
     inference: InferenceResult
     decode_seconds: float
     out_of_range: list[str]
+    units_warning: str | None
 
     def timings(self) -> dict[str, float]:
         """Return milliseconds by stage."""
@@ -71,6 +72,7 @@ class _ModelInput(NamedTuple):
     snapshot: Snapshot
     instruction: str | None
     out_of_range: list[str]
+    units_warning: str | None
     decode_seconds: float
 
 
@@ -169,9 +171,10 @@ class DirectInference:
         Raises:
             MoveRefused, SessionLoading: as ``get_link``.
         """
-        return self._spec_for(self.get_link()[1])
+        return self.spec_for(self.get_link()[1])
 
-    def _spec_for(self, robot_io: RobotIO) -> ObservationSpec:
+    def spec_for(self, robot_io: RobotIO) -> ObservationSpec:
+        """Return the specification of the client's observations for the session's robot."""
         spec, cameras = self._spec, self.session.new.camera_names
         steps = robot_io.runner.loaded.requirements.observation_steps
         if self._table is not robot_io.table:
@@ -329,17 +332,18 @@ class DirectInference:
         """Decode an observation, and add its history."""
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
-        spec = self._spec_for(robot_io)
+        spec = self.spec_for(robot_io)
         pose, out_of_range = observed.get_pose(spec)
         moments = *observed.past, observed
-        pictures = [one.frames for one in moments]
-        if any(one.files for one in moments):
+        if len(moments) == 1:  # Without another task.
+            pictures = [await observed.decode_images(spec)]
+        else:
             pictures = await asyncio.gather(*(one.decode_images(spec) for one in moments))
         *before, frames = pictures
         past = [(images, one.get_pose(spec)[0]) for images, one in zip(before, observed.past, strict=True)]
         decode_seconds = time.monotonic() - began
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
-        self.check_units(observed, robot_io)
+        units_warning = self._check_units(robot_io, [*(before for _, before in past), pose])
         snapshot = Snapshot(frames, pose, began if observed_at is None else observed_at, sizes, past=past)
         for images, _ in past:
             observation.check_same_sizes(images, snapshot.sizes)
@@ -348,18 +352,17 @@ class DirectInference:
             self._instruction = instruction
         rate = robot_io.controller.config.action_rate
         snapshot = self._window.add(snapshot, observed.timestamp, spec.steps, 1 / rate)
-        return _ModelInput(snapshot, instruction, out_of_range, decode_seconds)
+        return _ModelInput(snapshot, instruction, out_of_range, units_warning, decode_seconds)
 
-    def check_units(self, observed: ClientObservation, robot_io: RobotIO) -> str | None:
-        """Refuse a state in another unit than the policy's; returns a warning if it may be in radians.
+    def _check_units(self, robot_io: RobotIO, poses: Sequence[np.ndarray]) -> str | None:
+        """Refuse poses (a,) in another unit than the policy's; returns a warning if the last may be in radians.
 
         Raises:
-            UnitsDiffer: the state is in another unit.
+            UnitsDiffer: a pose is in another unit.
         """
-        units, names = robot_io.buffer.units, self._spec_for(robot_io).joints.names
+        units = robot_io.buffer.units
         if units is None or units.unchecked is not None:
             return None
-        poses = [np.array([moment.joints[name] for name in names]) for moment in (*observed.past, observed)]
         for pose in poses:
             units.check(pose)
         return units.warn_of_radians(poses[-1])
@@ -403,7 +406,8 @@ class DirectInference:
         asyncio.get_running_loop().call_soon(
             self._record_inference, robot_io, inputs, all_features, inference, now, time.monotonic(), is_published
         )
-        return InferenceTrace(chunk, clamped, inference, model_input.decode_seconds, model_input.out_of_range)
+        odd = model_input.out_of_range, model_input.units_warning
+        return InferenceTrace(chunk, clamped, inference, model_input.decode_seconds, *odd)
 
     def _record_inference(
         self,
@@ -485,7 +489,8 @@ class DirectInference:
         Raises as ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
-        self.check_units(observed, robot_io)  # The next action may come from the plan, without an inference.
+        spec = self.spec_for(robot_io)  # The next action may come from the plan, without an inference.
+        self._check_units(robot_io, [moment.get_pose(spec)[0] for moment in (*observed.past, observed)])
         now, trace = time.monotonic(), None
         if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
             self._forget_plan()
@@ -610,7 +615,7 @@ async def answer_act(
     if not isinstance(want, str) or want not in ("chunk", "action"):
         raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
     executed, number = (read_integer(message, name) for name in ("executed", "number"))
-    observed = observation.read_observation(message, inference.observation_spec(), is_complete=True)
+    observed = observation.read_observation(message, inference.spec_for(robot_io), is_complete=True)
     answer: dict[str, Any] = {} if number is None else {"number": number}
     trace: InferenceTrace | None
     if is_new:
@@ -633,7 +638,7 @@ async def answer_act(
         warnings = [
             f"joint {name} is far outside of its range; does the robot use another unit?" for name in trace.out_of_range
         ]
-        warnings += filter(None, (inference.check_units(observed, robot_io), robot_io.runner.describe_cut()))
+        warnings += filter(None, (trace.units_warning, robot_io.runner.describe_cut()))
         if warnings:
             answer["warnings"] = warnings
     return answer

@@ -1,13 +1,12 @@
 """Observations of messages: parsing, decoding and checks; all mistakes are reported together."""
 
-import asyncio
 import base64
 import binascii
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,11 @@ from service.errors import InvalidRequest, ServiceError, TooLarge
 from service.http.bodies import describe_unknown_field
 from service.logging import sanitize_text
 from service.setting_types import CONTROL_CHARACTERS
+from service.threads import WorkerThread
 
 _MAX_PARTS = 256  # Segments, chunks or scans.
 _MIN_CHUNK = 1024  # Smallest average size of a PNG's data chunks in bytes; libpng writes 8192.
+_ONE_PASS = (0xC0, 0xC1)  # Markers of a JPEG file that is not progressive.
 _SHORT, _CHUNK = struct.Struct(">H"), struct.Struct(">I4s")
 _BASE64_PIECE = 1 << 18  # Characters of base64 that are decoded at once, in half a millisecond; a multiple of 4.
 
@@ -98,7 +99,7 @@ def _check_parts(file: bytes | memoryview) -> None:
 
 
 def _walk_jpeg(view: memoryview) -> None:
-    at = 2
+    at, colours = 2, 0
     for _ in range(_MAX_PARTS):
         while view[at : at + 2] == b"\xff\xff" and at < 2 * _MAX_PARTS:
             at += 1  # Padding.
@@ -106,9 +107,13 @@ def _walk_jpeg(view: memoryview) -> None:
             raise PictureError("a damaged or incomplete JPEG file; send the whole file")
         if view[at + 1] == 0xDA:
             break
+        if view[at + 1] in _ONE_PASS and len(view) > at + 9:
+            colours = view[at + 9]
         at += 2 + _SHORT.unpack_from(view, at + 2)[0]
     else:
         raise PictureError(f"a JPEG file of more than {_MAX_PARTS} parts; save it as a camera does")
+    if len(view) > at + 4 and view[at + 4] == colours:
+        return  # The first scan has all colours, and decoders refuse another scan.
     # After the first scan's start, FF DA is always the marker of a scan.
     scans = 0
     for start in range(at, len(view), _BASE64_PIECE):
@@ -149,7 +154,7 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
 # One core remains for ticks while clients send many pictures. The threads have the event loop's priority. Pictures are
 # decoded exactly: at half the size, libjpeg takes a fifth less time and changes the input of a 224x224 policy by up to
 # 65 of 255 (benchmarks/picture_decoding.py).
-DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 16), 1), "pictures")
+DECODERS = WorkerThread("pictures", max(min((os.cpu_count() or 2) - 1, 16), 1))
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
 _LATEST_TIMESTAMP = 1e11  # Seconds; a larger float64 cannot represent milliseconds.
@@ -202,12 +207,8 @@ class ClientObservation:
         """
         if not self.files:
             return self.frames
-        loop = asyncio.get_running_loop()
-        images = await asyncio.gather(
-            *(
-                loop.run_in_executor(DECODERS, decode_image, name, file, spec.max_pixels)
-                for name, file in self.files.items()
-            )
+        images = await DECODERS.submit_all(
+            [partial(decode_image, name, file, spec.max_pixels) for name, file in self.files.items()]
         )
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 

@@ -4,7 +4,6 @@ import asyncio
 import io
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from service.recording.mcap_files import McapSource
 from service.recording.replay import replay_recording
 from service.streaming import codec, observation
 from service.streaming.direct_inference import ObservationWindow
+from service.threads import WorkerThread
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 
 NEEDS = replace(SO100_REQUIREMENTS, chunk=8, action_steps=4, rate=10.0, observation_steps=3)
@@ -62,7 +62,7 @@ async def server(serve):
 async def test_pictures_of_all_moments_are_decoded_in_parallel(server, monkeypatch) -> None:
     """A decoder waits until two others decode, too."""
     barrier, decode = threading.Barrier(3), observation.decode_image
-    monkeypatch.setattr(observation, "DECODERS", ThreadPoolExecutor(3))
+    monkeypatch.setattr(observation, "DECODERS", WorkerThread("pictures", 3))
     monkeypatch.setattr(observation, "decode_image", lambda *arguments: barrier.wait(10) >= 0 and decode(*arguments))
     files = []
     for moment in (1, 2, 3):

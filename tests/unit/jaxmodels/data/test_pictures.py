@@ -138,3 +138,17 @@ def test_size_is_checked_before_decoding():
 
     with pytest.raises(OverflowError, match="16 x 24"):
         decode_picture(save(Image.fromarray(COLOUR))[:60], refuse)
+
+
+@pytest.mark.parametrize(
+    "options", [{"subsampling": 0}, {"subsampling": 2}, {"progressive": True}, {"icc_profile": b"x" * 70_000}]
+)
+def test_jpeg_files_have_the_pixels_of_pillow(options) -> None:
+    file = save(Image.fromarray(COLOUR), "JPEG", **options)
+    assert np.array_equal(decode(file), np.asarray(Image.open(io.BytesIO(file))))
+
+
+def test_a_jpeg_file_of_many_segments_is_decoded() -> None:
+    file = save(Image.fromarray(COLOUR), "JPEG")
+    comments = b"\xff\xfe\0\3a" * 100
+    assert np.array_equal(decode(file[:2] + comments + file[2:]), decode(file))
