@@ -73,47 +73,28 @@ class RobotPolicyRequest:
     """A robot's request for a policy: LeRobot's ``RemotePolicyConfig``.
 
     The client accepts any texts. Do not download a path because a robot names it.
-
-    Attributes:
-        policy_type: kind of policy, such as ``act``.
-        path: the policy's name or folder, LeRobot's ``pretrained_name_or_path``.
-        features: name of a feature to its ``dtype``, ``shape`` and ``names``, as the client sent them.
-        actions_per_chunk: largest number of actions of a reply.
-        device: device on which the client wants the policy to run.
-        renames: feature of the robot to feature of the policy.
-        module: module path of the client's classes; its replies need the same.
     """
 
     policy_type: str
-    path: str
-    features: Mapping[str, Mapping[str, Any]]
-    actions_per_chunk: int
-    device: str
-    renames: Mapping[str, str]
-    module: str
+    path: str  # The policy's name or folder.
+    features: Mapping[str, Mapping[str, Any]]  # Name to ``dtype``, ``shape`` and ``names``, as the client sent them.
+    actions_per_chunk: int  # Largest number of actions of a reply.
+    device: str  # Device on which the client wants the policy to run.
+    renames: Mapping[str, str]  # Feature of the robot to feature of the policy.
+    module: str  # Module path of the client's classes; its replies need the same.
 
 
 @dataclass(frozen=True)
 class RobotObservation:
-    """What a robot observed at one time: LeRobot's ``TimedObservation``.
+    """What a robot observed at one time: LeRobot's ``TimedObservation``."""
 
-    Attributes:
-        timestamp: the client's clock, in seconds since 1970.
-        timestep: number of the last action that the robot executed; 0 at the start.
-        must_go: whether the robot has no actions left, so this observation must be answered.
-        values: name to value of each joint and other number, in the robot's units.
-        images: name of a camera to its uint8 or uint16 image (height, width, channels), a read-only view of the pickle.
-        task: instruction for the policy; may be empty.
-        module: module path of the client's classes; its replies need the same.
-    """
-
-    timestamp: float
-    timestep: int
-    must_go: bool
-    values: Mapping[str, float]
-    images: Mapping[str, np.ndarray]
-    task: str
-    module: str
+    timestamp: float  # The client's clock, in seconds since 1970.
+    timestep: int  # Number of the last action that the robot executed; 0 at the start.
+    must_go: bool  # Whether the robot has no actions left, so this observation must be answered.
+    values: Mapping[str, float]  # Value of each joint and other number, in the robot's units.
+    images: Mapping[str, np.ndarray]  # Read-only views of the pickle, uint8 or uint16 (height, width, channels).
+    task: str  # Instruction for the policy; may be empty.
+    module: str  # As in the request.
 
 
 def read_policy_request(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotPolicyRequest:
@@ -168,8 +149,7 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         ValueError: the module or the timestep is not accepted.
 
     Example:
-        >>> reply = write_actions(np.zeros((8, 6), np.float32), 7, 1760000000.0, 1 / 30, CLIENT_MODULES[0])
-        >>> len(reply)
+        >>> len(write_actions(np.zeros((8, 6), np.float32), 7, 1760000000.0, 1 / 30, CLIENT_MODULES[0]))
         1350
     """
     if module not in CLIENT_MODULES or not EXECUTED <= timestep <= MAX_TIMESTEP:
@@ -180,29 +160,21 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         raise PolicyFailed(f"the actions are {found}; expected finite float32 (steps, joints)")
     numbers = np.empty(actions.shape, [("opcode", "S1"), ("value", ">f8")])
     numbers["opcode"], numbers["value"] = b"G", actions
-    start = _pack_global(module, "TimedAction") + b")\x81}(" + _pack_text("timestamp") + b"G"
-    action = _pack_text("action") + _pack_global("torch", "tensor") + b"]("
+    start = _pack_texts(module, "TimedAction") + b"\x93)\x81}(" + _pack_texts("timestamp") + b"G"
+    action = _pack_texts("action", "torch", "tensor") + b"\x93]("
     reply = bytearray(b"\x80\x04](")
-    for index, row in enumerate(numbers):
-        reply += start + struct.pack(">d", timestamp + index * period) + _pack_text("timestep")
-        reply += _pack_integer(timestep + index) + action + row.tobytes() + b"e\x85Rub"
+    for index, row in enumerate(numbers, timestep):
+        opcode = b"K" if 0 <= index < 1 << 8 else b"M" if 0 <= index < 1 << 16 else b"J"
+        reply += start + struct.pack(">d", timestamp + (index - timestep) * period) + _pack_texts("timestep")
+        reply += opcode + _FORMATS[opcode].pack(index) + action + row.tobytes() + b"e\x85Rub"
     reply += b"e."
     if len(reply) > MAX_REPLY:
         raise PolicyFailed(f"{len(actions)} actions take {len(reply)} bytes, and LeRobot's client accepts {MAX_REPLY}")
     return bytes(reply)
 
 
-def _pack_text(text: str) -> bytes:
-    return b"\x8c" + bytes((len(text),)) + text.encode()
-
-
-def _pack_global(module: str, name: str) -> bytes:
-    return _pack_text(module) + _pack_text(name) + b"\x93"
-
-
-def _pack_integer(value: int) -> bytes:
-    opcode = b"K" if 0 <= value < 1 << 8 else b"M" if 0 <= value < 1 << 16 else b"J"
-    return opcode + _FORMATS[opcode].pack(value)
+def _pack_texts(*texts: str) -> bytes:
+    return b"".join(b"\x8c" + bytes((len(text),)) + text.encode() for text in texts)
 
 
 class _PickleReader:
@@ -213,9 +185,8 @@ class _PickleReader:
             raise TooLarge(f"the pickle has {len(data)} bytes; at most {max_bytes} are accepted")
         self._data = memoryview(data).toreadonly()
         self._position = self._opcode_position = 0
-        self._stack: list[Any] = []
+        self._stack, self._memo = list[Any](), list[Any]()
         self._outer_stacks: list[list[Any]] = []  # One for each open MARK.
-        self._memo: list[Any] = []
         self._text_left = _MAX_TEXT
 
     def read(self) -> object:
@@ -236,8 +207,11 @@ class _PickleReader:
         raise TooLarge(f"the pickle has more than {_MAX_OPCODES} opcodes")
 
     def _run(self, opcode: bytes) -> None:
-        packed, items = _FORMATS.get(opcode), self._pop_items(opcode)
+        packed = _FORMATS.get(opcode)
         number = 0 if packed is None else packed.unpack(self._take(packed.size))[0]
+        items = [self._stack.pop() for _ in range(_TAKEN.get(opcode, 0))][::-1]
+        if opcode in _TAKEN_TO_MARK:
+            items, self._stack = self._stack, self._outer_stacks.pop()
         push = self._stack.append
         match opcode:
             case b"K" | b"M" | b"J" | b"G":  # BININT1, BININT2, BININT, BINFLOAT
@@ -268,9 +242,18 @@ class _PickleReader:
             case b"a" | b"e":  # APPEND, APPENDS
                 self._expect(list).extend(items)
             case b"s" | b"u":  # SETITEM, SETITEMS
-                self._set_items(self._expect(dict), items)
+                target = self._expect(dict)
+                if len(items) % 2:
+                    raise self._error("SETITEMS has a key without a value")
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    if not isinstance(key, str) or key in target:
+                        raise self._error(f"key {_describe(key)} of a dict is repeated or is not text")
+                    target[key] = value
             case b"\x93":  # STACK_GLOBAL
-                push(self._find_global(*items))
+                if not all(isinstance(each, str) for each in items) or _Global(*items) not in _GLOBALS:
+                    accepted, found = ", ".join(map(_describe, _GLOBALS)), " ".join(map(_describe, items))
+                    raise self._error(f"global {found} is not accepted; accepted are {accepted}")
+                push(_Global(*items))
             case b"\x81" | b"R":  # NEWOBJ, REDUCE
                 made, arguments = items
                 if not isinstance(made, _Global) or _GLOBALS[made] != opcode or not isinstance(arguments, tuple):
@@ -283,26 +266,6 @@ class _PickleReader:
                 target.state = items[0]
             case _:
                 raise self._error(f"opcode {opcode!r} is not accepted; LeRobot's clients do not send it")
-
-    def _pop_items(self, opcode: bytes) -> list[Any]:
-        if opcode in _TAKEN_TO_MARK:
-            items, self._stack = self._stack, self._outer_stacks.pop()
-            return items
-        return [self._stack.pop() for _ in range(_TAKEN.get(opcode, 0))][::-1]
-
-    def _find_global(self, module: object, name: object) -> _Global:
-        if isinstance(module, str) and isinstance(name, str) and _Global(module, name) in _GLOBALS:
-            return _Global(module, name)
-        accepted = ", ".join(map(_describe, _GLOBALS))
-        raise self._error(f"global {_describe(module)} {_describe(name)} is not accepted; accepted are {accepted}")
-
-    def _set_items(self, target: dict[str, Any], items: list[Any]) -> None:
-        if len(items) % 2:
-            raise self._error("SETITEMS has a key without a value")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str) or key in target:
-                raise self._error(f"key {_describe(key)} of a dict is repeated or is not text")
-            target[key] = value
 
     def _expect(self, kind: type) -> Any:
         target = self._stack[-1]
