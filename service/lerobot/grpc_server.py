@@ -78,20 +78,12 @@ _ORIGIN = (
 
 @dataclass(eq=False)
 class _Connection:
-    """Connection of one robot.
+    """Connection of one robot."""
 
-    Attributes:
-        address: the robot's IP address.
-        session_id: id of its session, also while that is created.
-        exchange: None before its session is ready.
-        calls: methods in progress.
-        last_call_at: monotonic time of the end of its last call.
-    """
-
-    address: str
-    session_id: str | None = None
-    exchange: RobotExchange | None = None
-    calls: set[str] = field(default_factory=set)
+    address: str  # The robot's IP address.
+    session_id: str | None = None  # Id of its session, also while that is created.
+    exchange: RobotExchange | None = None  # None before its session is ready.
+    calls: set[str] = field(default_factory=set)  # Methods in progress.
     last_call_at: float = field(default_factory=time.monotonic)
 
 
@@ -117,14 +109,12 @@ class LerobotServer:
 
     async def __aenter__(self) -> Self:
         """Listen and serve; raises CannotListen."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
         handlers = {
-            name: make_handler(self._wrap(name, handle))
-            for name, make_handler, handle in (
-                ("Ready", grpc.unary_unary_rpc_method_handler, self._reset),
-                ("SendPolicyInstructions", grpc.unary_unary_rpc_method_handler, self._create_session),
-                ("SendObservations", grpc.stream_unary_rpc_method_handler, self._take_observation),
-                ("GetActions", grpc.unary_unary_rpc_method_handler, self._send_actions),
-            )
+            "Ready": unary(self._wrap("Ready", self._reset)),
+            "SendPolicyInstructions": unary(self._wrap("SendPolicyInstructions", self._create_session)),
+            "SendObservations": stream(self._wrap("SendObservations", self._take_observation)),
+            "GetActions": unary(self._wrap("GetActions", self._send_actions)),
         }
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=4 * MAX_ROBOTS)
         service = grpc.method_handlers_generic_handler("transport.AsyncInference", handlers)
@@ -136,10 +126,11 @@ class LerobotServer:
                 self.port = self._server.add_insecure_port(address)
             else:
                 self.port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:  # gRPC gives no reason.
+        except (OSError, RuntimeError) as error:  # gRPC gives no reason.
             raise CannotListen(
-                f"cannot listen on {address} for LeRobot; end what listens there, choose another --lerobot-port (0: "
-                "any), or correct the files of --lerobot-tls-cert and --lerobot-tls-key"
+                f"cannot listen on {address} for LeRobot ({error}); end what listens there, choose another "
+                "--lerobot-port (0: any), or correct the PEM files of lerobot_tls_cert (--lerobot-tls-cert), "
+                "--lerobot-tls-key and --lerobot-tls-client-ca"
             ) from error
         await self._server.start()
         self._run(self._close_silent())
@@ -337,15 +328,10 @@ def _find_cached_revision(path: str, policies: PolicySettings) -> str | None:
 
 
 def _read_credentials(settings: LerobotSettings) -> grpc.ServerCredentials | None:
-    """Read the files of mTLS; None without them. Raises CannotListen if a file cannot be read."""
-    read = []
-    for name in ("lerobot_tls_key", "lerobot_tls_cert", "lerobot_tls_client_ca"):
-        path = getattr(settings, name)
-        if path is None:
-            return None
-        try:
-            read.append(Path(path).expanduser().read_bytes())
-        except OSError as error:
-            raise CannotListen(f"{name} {path!r}: {error.strerror}; wanted a PEM file that can be read") from error
-    key, certificate, authority = read
+    """Read the files of mTLS; None without them."""
+    paths = settings.lerobot_tls_key, settings.lerobot_tls_cert, settings.lerobot_tls_client_ca
+    files = [Path(path).expanduser().read_bytes() for path in paths if path is not None]
+    if len(files) < len(paths):
+        return None
+    key, certificate, authority = files
     return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
