@@ -60,15 +60,9 @@ _OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 # HTTP status of an error to gRPC's code. None is UNAVAILABLE, because the client's channel repeats such calls.
-_CODES = {
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    409: grpc.StatusCode.FAILED_PRECONDITION,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.ABORTED,
-}
+_CODES = {403: grpc.StatusCode.PERMISSION_DENIED, 404: grpc.StatusCode.NOT_FOUND, 503: grpc.StatusCode.ABORTED}
+_CODES |= {409: grpc.StatusCode.FAILED_PRECONDITION, 422: grpc.StatusCode.INVALID_ARGUMENT}
+_CODES |= dict.fromkeys((413, 429), grpc.StatusCode.RESOURCE_EXHAUSTED)
 _MAX_DETAILS = 2000  # Characters of an error; trailers of HTTP/2 are limited to 8 KiB.
 _ORIGIN = (
     "The robot sent these fields: camera_names are its --robot.cameras, joint_names its motors, policy_type its "
@@ -105,13 +99,13 @@ class LerobotServer:
         self._settings = app.ctx.settings.lerobot
         self._networks = [ipaddress.ip_network(text) for text in self._settings.lerobot_allow]
         self._connections: dict[str, _Connection] = {}  # By peer; a connection is one robot.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         """Listen and serve; raises CannotListen."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
         handlers = {
-            "Ready": unary(self._wrap("Ready", self._reset)),
+            "Ready": unary(self._wrap("Ready", self._close)),
             "SendPolicyInstructions": unary(self._wrap("SendPolicyInstructions", self._create_session)),
             "SendObservations": stream(self._wrap("SendObservations", self._take_observation)),
             "GetActions": unary(self._wrap("GetActions", self._send_actions)),
@@ -144,7 +138,7 @@ class LerobotServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work, name="a robot of LeRobot")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -155,7 +149,12 @@ class LerobotServer:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> bytes:
             try:
                 connection = self._find_connection(context.peer())
-                self._check_alone(connection, name)
+                if name in connection.calls:  # Two robots may share it, so actions of one could reach the other.
+                    self._run(self._close(connection))
+                    raise MoveRefused(
+                        f"another {name} of this connection is in progress; a connection is one robot, so use no proxy "
+                        "that joins connections, and one process for each robot"
+                    )
                 connection.calls.add(name)
                 try:
                     return await handle(connection, request)
@@ -190,23 +189,7 @@ class LerobotServer:
         connection = self._connections[peer] = _Connection(str(address))
         return connection
 
-    def _check_alone(self, connection: _Connection, name: str) -> None:
-        """Refuse two calls of a method at a time, because two robots may share the connection.
-
-        The actions of one robot could reach the other, so their session ends.
-        """
-        if name in connection.calls:
-            self._run(self._close(connection))
-            raise MoveRefused(
-                f"another {name} of this connection is in progress; a connection is one robot, so use no proxy that "
-                "joins connections, and one process for each robot"
-            )
-
     # Sessions.
-
-    async def _reset(self, connection: _Connection, request: bytes) -> bytes:
-        await self._close(connection)
-        return messages.EMPTY
 
     async def _create_session(self, connection: _Connection, request: bytes) -> bytes:
         """Create a session with the requested policy, and wait until that is loaded."""
@@ -251,12 +234,13 @@ class LerobotServer:
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY
 
-    async def _close(self, connection: _Connection) -> None:
+    async def _close(self, connection: _Connection, request: bytes = b"") -> bytes:
         """Delete the session of a connection; an emergency stop stays latched."""
         session_id, connection.session_id, connection.exchange = connection.session_id, None, None
         if session_id is not None:
             with suppress(UnknownSession):
                 await self._context.sessions.delete(session_id)
+        return messages.EMPTY
 
     async def _close_silent(self) -> None:
         """Close the sessions of disconnected robots: those without calls for the ``silence`` of streams."""
@@ -305,11 +289,7 @@ async def _run_decoder(read: Callable[[Any], Any], data: memoryview) -> Any:
 
 
 def _find_cached_revision(path: str, policies: PolicySettings) -> str | None:
-    """Return the cached commit of a policy from the Hub, or None for a folder; reads the disk.
-
-    Raises:
-        PolicyNotCached: the policy is neither.
-    """
+    """Return the cached commit of a policy from the Hub, or None for a folder; raises PolicyNotCached."""
     if os.path.isdir(os.path.expanduser(path)):
         return None
     set_cache_folders(policies)
