@@ -137,7 +137,7 @@ def ask(options: argparse.Namespace) -> None:
 
                 found = {}
             case "ready":
-                client = Client(options.port)
+                client = Client(order.get("port", options.port))
                 found = {"ready_s": client.ready(order["within"])}
             case "load":
                 assert client is not None

@@ -61,15 +61,9 @@ _OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 # HTTP status of an error to gRPC's code. None is UNAVAILABLE, because the client's channel repeats such calls.
-_CODES = {
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    409: grpc.StatusCode.FAILED_PRECONDITION,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.ABORTED,
-}
+_CODES = {403: grpc.StatusCode.PERMISSION_DENIED, 404: grpc.StatusCode.NOT_FOUND, 503: grpc.StatusCode.ABORTED}
+_CODES |= {409: grpc.StatusCode.FAILED_PRECONDITION, 422: grpc.StatusCode.INVALID_ARGUMENT}
+_CODES |= dict.fromkeys((413, 429), grpc.StatusCode.RESOURCE_EXHAUSTED)
 _MAX_DETAILS = 2000  # Characters of an error; trailers of HTTP/2 are limited to 8 KiB.
 _ORIGIN = (
     "The robot sent these fields: camera_names are its --robot.cameras, joint_names its motors, policy_type its "
@@ -79,20 +73,12 @@ _ORIGIN = (
 
 @dataclass(eq=False)
 class _Connection:
-    """Connection of one robot.
+    """Connection of one robot."""
 
-    Attributes:
-        address: the robot's IP address.
-        session_id: id of its session, also while that is created.
-        exchange: None before its session is ready.
-        calls: methods in progress.
-        last_call_at: monotonic time of the end of its last call.
-    """
-
-    address: str
-    session_id: str | None = None
-    exchange: RobotExchange | None = None
-    calls: set[str] = field(default_factory=set)
+    address: str  # The robot's IP address.
+    session_id: str | None = None  # Id of its session, also while that is created.
+    exchange: RobotExchange | None = None  # None before its session is ready.
+    calls: set[str] = field(default_factory=set)  # Methods in progress.
     last_call_at: float = field(default_factory=time.monotonic)
 
 
@@ -114,18 +100,16 @@ class LerobotServer:
         self._settings = app.ctx.settings.lerobot
         self._networks = [ipaddress.ip_network(text) for text in self._settings.lerobot_allow]
         self._connections: dict[str, _Connection] = {}  # By peer; a connection is one robot.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         """Listen and serve; raises CannotListen."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
         handlers = {
-            name: make_handler(self._wrap(name, handle))
-            for name, make_handler, handle in (
-                ("Ready", grpc.unary_unary_rpc_method_handler, self._reset),
-                ("SendPolicyInstructions", grpc.unary_unary_rpc_method_handler, self._create_session),
-                ("SendObservations", grpc.stream_unary_rpc_method_handler, self._take_observation),
-                ("GetActions", grpc.unary_unary_rpc_method_handler, self._send_actions),
-            )
+            "Ready": unary(self._wrap("Ready", self._close)),
+            "SendPolicyInstructions": unary(self._wrap("SendPolicyInstructions", self._create_session)),
+            "SendObservations": stream(self._wrap("SendObservations", self._take_observation)),
+            "GetActions": unary(self._wrap("GetActions", self._send_actions)),
         }
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=4 * MAX_ROBOTS)
         service = grpc.method_handlers_generic_handler("transport.AsyncInference", handlers)
@@ -137,10 +121,11 @@ class LerobotServer:
                 self.port = self._server.add_insecure_port(address)
             else:
                 self.port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:  # gRPC gives no reason.
+        except (OSError, RuntimeError) as error:  # gRPC gives no reason.
             raise CannotListen(
-                f"cannot listen on {address} for LeRobot; end what listens there, choose another --lerobot-port (0: "
-                "any), or correct the files of --lerobot-tls-cert and --lerobot-tls-key"
+                f"cannot listen on {address} for LeRobot ({error}); end what listens there, choose another "
+                "--lerobot-port (0: any), or correct the PEM files of lerobot_tls_cert (--lerobot-tls-cert), "
+                "--lerobot-tls-key and --lerobot-tls-client-ca"
             ) from error
         await self._server.start()
         self._run(self._close_silent())
@@ -154,7 +139,7 @@ class LerobotServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work, name="a robot of LeRobot")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -165,7 +150,12 @@ class LerobotServer:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> bytes:
             try:
                 connection = self._find_connection(context.peer())
-                self._check_alone(connection, name)
+                if name in connection.calls:  # Two robots may share it, so actions of one could reach the other.
+                    self._run(self._close(connection))
+                    raise MoveRefused(
+                        f"another {name} of this connection is in progress; a connection is one robot, so use no proxy "
+                        "that joins connections, and one process for each robot"
+                    )
                 connection.calls.add(name)
                 try:
                     return await handle(connection, request)
@@ -200,23 +190,7 @@ class LerobotServer:
         connection = self._connections[peer] = _Connection(str(address))
         return connection
 
-    def _check_alone(self, connection: _Connection, name: str) -> None:
-        """Refuse two calls of a method at a time, because two robots may share the connection.
-
-        The actions of one robot could reach the other, so their session ends.
-        """
-        if name in connection.calls:
-            self._run(self._close(connection))
-            raise MoveRefused(
-                f"another {name} of this connection is in progress; a connection is one robot, so use no proxy that "
-                "joins connections, and one process for each robot"
-            )
-
     # Sessions.
-
-    async def _reset(self, connection: _Connection, request: bytes) -> bytes:
-        await self._close(connection)
-        return messages.EMPTY
 
     async def _create_session(self, connection: _Connection, request: bytes) -> bytes:
         """Create a session with the requested policy, and wait until that is loaded."""
@@ -261,12 +235,13 @@ class LerobotServer:
         logger.info("the robot at %s has session %s", connection.address, session_id)
         return messages.EMPTY
 
-    async def _close(self, connection: _Connection) -> None:
+    async def _close(self, connection: _Connection, request: bytes = b"") -> bytes:
         """Delete the session of a connection; an emergency stop stays latched."""
         session_id, connection.session_id, connection.exchange = connection.session_id, None, None
         if session_id is not None:
             with suppress(UnknownSession):
                 await self._context.sessions.delete(session_id)
+        return messages.EMPTY
 
     async def _close_silent(self) -> None:
         """Close the sessions of disconnected robots: those without calls for the ``silence`` of streams."""
@@ -315,11 +290,7 @@ async def _run_decoder(read: Callable[[Any], Any], data: memoryview) -> Any:
 
 
 def _find_cached_revision(path: str, policies: PolicySettings) -> str | None:
-    """Return the cached commit of a policy from the Hub, or None for a folder; reads the disk.
-
-    Raises:
-        PolicyNotCached: the policy is neither.
-    """
+    """Return the cached commit of a policy from the Hub, or None for a folder; raises PolicyNotCached."""
     if os.path.isdir(os.path.expanduser(path)):
         return None
     set_cache_folders(policies)
@@ -338,15 +309,10 @@ def _find_cached_revision(path: str, policies: PolicySettings) -> str | None:
 
 
 def _read_credentials(settings: LerobotSettings) -> grpc.ServerCredentials | None:
-    """Read the files of mTLS; None without them. Raises CannotListen if a file cannot be read."""
-    read = []
-    for name in ("lerobot_tls_key", "lerobot_tls_cert", "lerobot_tls_client_ca"):
-        path = getattr(settings, name)
-        if path is None:
-            return None
-        try:
-            read.append(Path(path).expanduser().read_bytes())
-        except OSError as error:
-            raise CannotListen(f"{name} {path!r}: {error.strerror}; wanted a PEM file that can be read") from error
-    key, certificate, authority = read
+    """Read the files of mTLS; None without them."""
+    paths = settings.lerobot_tls_key, settings.lerobot_tls_cert, settings.lerobot_tls_client_ca
+    files = [Path(path).expanduser().read_bytes() for path in paths if path is not None]
+    if len(files) < len(paths):
+        return None
+    key, certificate, authority = files
     return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)

@@ -19,38 +19,26 @@ _MAX_FIELDS = 16
 
 
 def read_policy_setup(message: bytes | memoryview) -> memoryview:
-    """Return the pickle in a PolicySetup message.
-
-    Raises:
-        InvalidRequest: the message is malformed.
-    """
+    """Return the pickle in a PolicySetup message; raises InvalidRequest if it is malformed."""
     return _read_fields(message).get(_DATA_TAG, memoryview(b""))
 
 
 def write_actions_message(data: bytes) -> bytes:
-    """Return an Actions message. Without data, the client asks again at once.
-
-    Args:
-        data: pickled actions, or nothing if there are none yet.
+    """Return an Actions message with pickled actions. Without data, the client asks again at once.
 
     Example:
         >>> write_actions_message(b"abc").hex()
         '0a03616263'
     """
-    if not data:
-        return EMPTY
-    size, length = len(data), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return b"".join((bytes((_DATA_TAG,)), length, bytes((size,)), data))
+    length, left = bytearray(), len(data)
+    while left > 0x7F:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    return b"".join((bytes((_DATA_TAG,)), length, bytes((left,)), data)) if data else EMPTY
 
 
 class ObservationPieces:
     """Observation of one SendObservations call, which the client cuts into messages of 2 MiB.
-
-    Args:
-        max_bytes: largest accepted size of an observation.
 
     Example:
         >>> pieces = ObservationPieces()
@@ -60,6 +48,7 @@ class ObservationPieces:
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES):
+        """Create it for an observation of at most this number of bytes."""
         self._max_bytes = max_bytes
         self._joined: bytearray | None = None
 
@@ -84,10 +73,8 @@ class ObservationPieces:
         if state == _END and not joined:
             return piece  # Without a copy.
         joined += piece
-        if state == _END:
-            return memoryview(joined)
-        self._joined = joined
-        return None
+        self._joined = None if state == _END else joined
+        return memoryview(joined) if state == _END else None
 
 
 def _read_fields(message: bytes | memoryview) -> dict[int, Any]:
@@ -107,10 +94,8 @@ def _read_fields(message: bytes | memoryview) -> dict[int, Any]:
         if wire_type == _VARINT:
             fields[tag] = size
             continue
-        if size > len(body) - position:
-            raise InvalidRequest(
-                f"protobuf, byte {position}: {size} bytes are declared; {len(body) - position} are left"
-            )
+        if size > (left := len(body) - position):
+            raise InvalidRequest(f"protobuf, byte {position}: {size} bytes are declared; {left} are left")
         fields[tag] = body[position : position + size]
         position += size
     raise InvalidRequest(f"the protobuf message has {_MAX_FIELDS} fields or more; LeRobot's have at most 2")

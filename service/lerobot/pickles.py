@@ -25,19 +25,23 @@ _MAX_OPCODES = 4096  # An observation has at most 10 per joint and 40 per camera
 _MAX_TEXT = 1 << 18  # Bytes of all texts, because a text in memory may take four times as many.
 _MAX_DEPTH = 16
 
-_B, _H, _I, _Q = (struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
-# Opcode to the format of its length, of its number, or of its index of the memo.
-_TEXTS = {b"\x8c": _B, b"X": _I, b"\x8d": _Q}  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
-_DATA = {b"C": _B, b"B": _I, b"\x8e": _Q, b"\x96": _Q}  # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
-_NUMBERS = {b"K": _B, b"M": _H, b"J": struct.Struct("<i"), b"G": struct.Struct(">d")}
-_MEMO_INDEXES = {b"h": _B, b"j": _I}  # BINGET, LONG_BINGET
+# Opcode to the format of its number, of the length of its data, or of its index of the memo.
+_FORMATS = {
+    opcode.to_bytes(): struct.Struct(code)
+    for code, opcodes in (("<B", b"K\x8cCh\x8a"), ("<H", b"M"), ("<I", b"XBj"), ("<Q", b"\x8d\x8e\x96"))
+    for opcode in opcodes
+} | {b"J": struct.Struct("<i"), b"G": struct.Struct(">d")}
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
-_TUPLES = {b")": 0, b"\x85": 1, b"\x86": 2, b"\x87": 3}
+# Opcode to the number of objects that it takes from the stack; others take all after a MARK.
+_TAKEN = {b"\x85": 1, b"\x86": 2, b"\x87": 3, b"a": 1, b"s": 2, b"b": 1, b"\x93": 2, b"\x81": 2, b"R": 2}
+_TAKEN_TO_MARK = (b"t", b"e", b"u")
 _CODES = ("u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8")  # Dtypes of numbers: neither bool nor object.
-_CONFIG_FIELDS = {"policy_type": str, "pretrained_name_or_path": str, "lerobot_features": dict}
-_CONFIG_FIELDS |= {"actions_per_chunk": int, "device": str, "rename_map": dict}
-_OBSERVATION_FIELDS = {"timestamp": float, "timestep": int, "observation": dict, "must_go": bool}
-_NEWOBJ, _REDUCE = b"\x81", b"R"
+# Fields of LeRobot's classes.
+_CLASSES: dict[str, dict[str, type]] = {
+    "RemotePolicyConfig": {"policy_type": str, "pretrained_name_or_path": str, "lerobot_features": dict}
+    | {"actions_per_chunk": int, "device": str, "rename_map": dict},
+    "TimedObservation": {"timestamp": float, "timestep": int, "observation": dict, "must_go": bool},
+}
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,13 @@ class _Global:
     name: str
 
 
-# Accepted globals, and the opcode that makes an object of each.
-_GLOBALS = {_Global("numpy", "ndarray"): None, _Global("numpy", "dtype"): _REDUCE} | {
-    _Global(f"numpy.{core}.{module}", name): _REDUCE
+# Accepted globals, and the opcode (REDUCE or NEWOBJ) that makes an object of each.
+_GLOBALS = {_Global("numpy", "ndarray"): b"", _Global("numpy", "dtype"): b"R"} | {
+    _Global(f"numpy.{core}.{module}", name): b"R"
     for core in ("_core", "core")
     for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
 }
-_GLOBALS |= {
-    _Global(module, name): _NEWOBJ for module in CLIENT_MODULES for name in ("RemotePolicyConfig", "TimedObservation")
-}
+_GLOBALS |= {_Global(module, name): b"\x81" for module in CLIENT_MODULES for name in _CLASSES}
 
 
 @dataclass(eq=False)
@@ -71,85 +73,50 @@ class RobotPolicyRequest:
     """A robot's request for a policy: LeRobot's ``RemotePolicyConfig``.
 
     The client accepts any texts. Do not download a path because a robot names it.
-
-    Attributes:
-        policy_type: kind of policy, such as ``act``.
-        path: the policy's name or folder, LeRobot's ``pretrained_name_or_path``.
-        features: name of a feature to its ``dtype``, ``shape`` and ``names``, as the client sent them.
-        actions_per_chunk: largest number of actions of a reply.
-        device: device on which the client wants the policy to run.
-        renames: feature of the robot to feature of the policy.
-        module: module path of the client's classes; its replies need the same.
     """
 
     policy_type: str
-    path: str
-    features: Mapping[str, Mapping[str, Any]]
-    actions_per_chunk: int
-    device: str
-    renames: Mapping[str, str]
-    module: str
+    path: str  # The policy's name or folder.
+    features: Mapping[str, Mapping[str, Any]]  # Name to ``dtype``, ``shape`` and ``names``, as the client sent them.
+    actions_per_chunk: int  # Largest number of actions of a reply.
+    device: str  # Device on which the client wants the policy to run.
+    renames: Mapping[str, str]  # Feature of the robot to feature of the policy.
+    module: str  # Module path of the client's classes; its replies need the same.
 
 
 @dataclass(frozen=True)
 class RobotObservation:
-    """What a robot observed at one time: LeRobot's ``TimedObservation``.
+    """What a robot observed at one time: LeRobot's ``TimedObservation``."""
 
-    Attributes:
-        timestamp: the client's clock, in seconds since 1970.
-        timestep: number of the last action that the robot executed; 0 at the start.
-        must_go: whether the robot has no actions left, so this observation must be answered.
-        values: name to value of each joint and other number, in the robot's units.
-        images: name of a camera to its uint8 or uint16 image (height, width, channels), a read-only view of the pickle.
-        task: instruction for the policy; may be empty.
-        module: module path of the client's classes; its replies need the same.
-    """
-
-    timestamp: float
-    timestep: int
-    must_go: bool
-    values: Mapping[str, float]
-    images: Mapping[str, np.ndarray]
-    task: str
-    module: str
+    timestamp: float  # The client's clock, in seconds since 1970.
+    timestep: int  # Number of the last action that the robot executed; 0 at the start.
+    must_go: bool  # Whether the robot has no actions left, so this observation must be answered.
+    values: Mapping[str, float]  # Value of each joint and other number, in the robot's units.
+    images: Mapping[str, np.ndarray]  # Read-only views of the pickle, uint8 or uint16 (height, width, channels).
+    task: str  # Instruction for the policy; may be empty.
+    module: str  # As in the request.
 
 
 def read_policy_request(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotPolicyRequest:
-    """Read a pickled ``RemotePolicyConfig``.
-
-    Args:
-        data: the pickle, protocol 4 or 5.
-        max_bytes: largest accepted size of the pickle.
+    """Read a pickled ``RemotePolicyConfig``, of protocol 4 or 5 and at most ``max_bytes``.
 
     Raises:
         InvalidRequest: the pickle is malformed, has an opcode, global or value that is not accepted, or another object.
         TooLarge: the pickle has too many bytes, opcodes or values.
     """
-    record = _read_record(data, max_bytes, "RemotePolicyConfig")
-    record.state.setdefault("rename_map", {})  # LeRobot 0.3 does not have this field.
-    policy_type, path, features, steps, device, renames = _get_fields(record, _CONFIG_FIELDS)
+    module, (policy_type, path, features, steps, device, renames) = _read_fields(data, max_bytes, "RemotePolicyConfig")
     _check(steps > 0, "actions_per_chunk", steps, "a positive integer")
     for name, value in features.items():
         _check(isinstance(value, dict), name, value, "a dict")
     for name, value in renames.items():
         _check(isinstance(value, str), name, value, "a str")
     _check_plain(features)
-    return RobotPolicyRequest(policy_type, path, features, steps, device, renames, record.type.module)
+    return RobotPolicyRequest(policy_type, path, features, steps, device, renames, module)
 
 
 def read_observation(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotObservation:
-    """Read a pickled ``TimedObservation``; its images are views of ``data``.
-
-    Args:
-        data: the pickle, protocol 4 or 5.
-        max_bytes: largest accepted size of the pickle.
-
-    Raises:
-        InvalidRequest: the pickle is malformed, has an opcode, global or value that is not accepted, or another object.
-        TooLarge: the pickle has too many bytes, opcodes or values.
-    """
-    record = _read_record(data, max_bytes, "TimedObservation")
-    timestamp, timestep, observation, must_go = _get_fields(record, _OBSERVATION_FIELDS)
+    """Read a pickled ``TimedObservation``; its images are views of ``data``. Raises as ``read_policy_request``."""
+    module, (timestamp, timestep, observation, must_go) = _read_fields(data, max_bytes, "TimedObservation")
     _check(math.isfinite(timestamp), "timestamp", timestamp, "a finite number")
     _check(0 <= timestep <= MAX_TIMESTEP, "timestep", timestep, f"0 to {MAX_TIMESTEP}")
     values: dict[str, float] = {}
@@ -164,7 +131,7 @@ def read_observation(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> Ro
         number = array.item() if array is not None and array.ndim == 0 else value
         _check(_is_number(number), name, value, "a finite number, or a uint8 or uint16 image (height, width, channels)")
         values[name] = float(number)
-    return RobotObservation(timestamp, timestep, must_go, values, images, task, record.type.module)
+    return RobotObservation(timestamp, timestep, must_go, values, images, task, module)
 
 
 def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: float, module: str) -> bytes:
@@ -182,8 +149,7 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         ValueError: the module or the timestep is not accepted.
 
     Example:
-        >>> reply = write_actions(np.zeros((8, 6), np.float32), 7, 1760000000.0, 1 / 30, CLIENT_MODULES[0])
-        >>> len(reply)
+        >>> len(write_actions(np.zeros((8, 6), np.float32), 7, 1760000000.0, 1 / 30, CLIENT_MODULES[0]))
         1350
     """
     if module not in CLIENT_MODULES or not EXECUTED <= timestep <= MAX_TIMESTEP:
@@ -194,29 +160,21 @@ def write_actions(actions: np.ndarray, timestep: int, timestamp: float, period: 
         raise PolicyFailed(f"the actions are {found}; expected finite float32 (steps, joints)")
     numbers = np.empty(actions.shape, [("opcode", "S1"), ("value", ">f8")])
     numbers["opcode"], numbers["value"] = b"G", actions
-    start = _pack_global(module, "TimedAction") + b")\x81}(" + _pack_text("timestamp") + b"G"
-    action = _pack_text("action") + _pack_global("torch", "tensor") + b"]("
-    parts = [b"\x80\x04]("]
-    for index, row in enumerate(numbers):
-        parts += (start, struct.pack(">d", timestamp + index * period))
-        parts += (_pack_text("timestep"), _pack_integer(timestep + index), action, row.tobytes(), b"e\x85Rub")
-    reply = b"".join((*parts, b"e."))
+    start = _pack_texts(module, "TimedAction") + b"\x93)\x81}(" + _pack_texts("timestamp") + b"G"
+    action = _pack_texts("action", "torch", "tensor") + b"\x93]("
+    reply = bytearray(b"\x80\x04](")
+    for index, row in enumerate(numbers, timestep):
+        opcode = b"K" if 0 <= index < 1 << 8 else b"M" if 0 <= index < 1 << 16 else b"J"
+        reply += start + struct.pack(">d", timestamp + (index - timestep) * period) + _pack_texts("timestep")
+        reply += opcode + _FORMATS[opcode].pack(index) + action + row.tobytes() + b"e\x85Rub"
+    reply += b"e."
     if len(reply) > MAX_REPLY:
         raise PolicyFailed(f"{len(actions)} actions take {len(reply)} bytes, and LeRobot's client accepts {MAX_REPLY}")
-    return reply
+    return bytes(reply)
 
 
-def _pack_text(text: str) -> bytes:
-    return b"\x8c" + _B.pack(len(text)) + text.encode()
-
-
-def _pack_global(module: str, name: str) -> bytes:
-    return _pack_text(module) + _pack_text(name) + b"\x93"
-
-
-def _pack_integer(value: int) -> bytes:
-    opcode = b"K" if 0 <= value < 1 << 8 else b"M" if 0 <= value < 1 << 16 else b"J"
-    return opcode + _NUMBERS[opcode].pack(value)
+def _pack_texts(*texts: str) -> bytes:
+    return b"".join(b"\x8c" + bytes((len(text),)) + text.encode() for text in texts)
 
 
 class _PickleReader:
@@ -227,9 +185,8 @@ class _PickleReader:
             raise TooLarge(f"the pickle has {len(data)} bytes; at most {max_bytes} are accepted")
         self._data = memoryview(data).toreadonly()
         self._position = self._opcode_position = 0
-        self._stack: list[Any] = []
+        self._stack, self._memo = list[Any](), list[Any]()
         self._outer_stacks: list[list[Any]] = []  # One for each open MARK.
-        self._memo: list[Any] = []
         self._text_left = _MAX_TEXT
 
     def read(self) -> object:
@@ -250,20 +207,27 @@ class _PickleReader:
         raise TooLarge(f"the pickle has more than {_MAX_OPCODES} opcodes")
 
     def _run(self, opcode: bytes) -> None:
-        push, pop = self._stack.append, self._stack.pop
+        packed = _FORMATS.get(opcode)
+        number = 0 if packed is None else packed.unpack(self._take(packed.size))[0]
+        items = [self._stack.pop() for _ in range(_TAKEN.get(opcode, 0))][::-1]
+        if opcode in _TAKEN_TO_MARK:
+            items, self._stack = self._stack, self._outer_stacks.pop()
+        push = self._stack.append
         match opcode:
-            case _ if opcode in _TEXTS:
-                push(self._read_text(self._unpack(_TEXTS[opcode])))
-            case _ if opcode in _DATA:
-                push(self._take(self._unpack(_DATA[opcode])))
-            case _ if opcode in _NUMBERS:
-                push(self._unpack(_NUMBERS[opcode]))
+            case b"K" | b"M" | b"J" | b"G":  # BININT1, BININT2, BININT, BINFLOAT
+                push(number)
             case b"\x8a":  # LONG1
-                push(self._read_integer(self._unpack(_B)))
-            case _ if opcode in _CONSTANTS:
+                if number > 8:
+                    raise self._error(f"an integer has {number} bytes; at most 8 are accepted")
+                push(int.from_bytes(self._take(number), "little", signed=True))
+            case b"\x8c" | b"X" | b"\x8d":  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+                push(self._read_text(number))
+            case b"C" | b"B" | b"\x8e" | b"\x96":  # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
+                push(self._take(number))
+            case b"N" | b"\x88" | b"\x89":  # NONE, NEWTRUE, NEWFALSE
                 push(_CONSTANTS[opcode])
-            case _ if opcode in _MEMO_INDEXES:
-                push(self._memo[self._unpack(_MEMO_INDEXES[opcode])])
+            case b"h" | b"j":  # BINGET, LONG_BINGET
+                push(self._memo[number])
             case b"\x94":  # MEMOIZE
                 self._memo.append(self._stack[-1])
             case b"\x95":  # FRAME
@@ -271,60 +235,43 @@ class _PickleReader:
             case b"(":  # MARK
                 self._outer_stacks.append(self._stack)
                 self._stack = []
-            case _ if opcode in _TUPLES:
-                push(tuple([pop() for _ in range(_TUPLES[opcode])][::-1]))
-            case b"t":  # TUPLE
-                items = self._pop_to_mark()
-                self._stack.append(tuple(items))
-            case b"]":  # EMPTY_LIST
-                push([])
-            case b"}":  # EMPTY_DICT
-                push({})
+            case b")" | b"\x85" | b"\x86" | b"\x87" | b"t":  # EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE
+                push(tuple(items))
+            case b"]" | b"}":  # EMPTY_LIST, EMPTY_DICT
+                push([] if opcode == b"]" else {})
             case b"a" | b"e":  # APPEND, APPENDS
-                items = [pop()] if opcode == b"a" else self._pop_to_mark()
                 self._expect(list).extend(items)
             case b"s" | b"u":  # SETITEM, SETITEMS
-                items = [pop(), pop()][::-1] if opcode == b"s" else self._pop_to_mark()
-                self._set_items(self._expect(dict), items)
+                target = self._expect(dict)
+                if len(items) % 2:
+                    raise self._error("SETITEMS has a key without a value")
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    if not isinstance(key, str) or key in target:
+                        raise self._error(f"key {_describe(key)} of a dict is repeated or is not text")
+                    target[key] = value
             case b"\x93":  # STACK_GLOBAL
-                name, module = pop(), pop()
-                push(self._find_global(module, name))
+                if not all(isinstance(each, str) for each in items) or _Global(*items) not in _GLOBALS:
+                    accepted, found = ", ".join(map(_describe, _GLOBALS)), " ".join(map(_describe, items))
+                    raise self._error(f"global {found} is not accepted; accepted are {accepted}")
+                push(_Global(*items))
             case b"\x81" | b"R":  # NEWOBJ, REDUCE
-                arguments, made = pop(), pop()
+                made, arguments = items
                 if not isinstance(made, _Global) or _GLOBALS[made] != opcode or not isinstance(arguments, tuple):
                     raise self._error(f"opcode {opcode!r} cannot make {_describe(made)} from {_describe(arguments)}")
                 push(_Object(made, arguments))
             case b"b":  # BUILD
-                state, target = pop(), self._expect(_Object)
+                target = self._expect(_Object)
                 if target.state is not None:
                     raise self._error(f"{_describe(target)} has a state already")
-                target.state = state
+                target.state = items[0]
             case _:
                 raise self._error(f"opcode {opcode!r} is not accepted; LeRobot's clients do not send it")
-
-    def _find_global(self, module: object, name: object) -> _Global:
-        if isinstance(module, str) and isinstance(name, str) and _Global(module, name) in _GLOBALS:
-            return _Global(module, name)
-        accepted = ", ".join(map(_describe, _GLOBALS))
-        raise self._error(f"global {_describe(module)} {_describe(name)} is not accepted; accepted are {accepted}")
-
-    def _set_items(self, target: dict[str, Any], items: list[Any]) -> None:
-        if len(items) % 2:
-            raise self._error("SETITEMS has a key without a value")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str) or key in target:
-                raise self._error(f"key {_describe(key)} of a dict is repeated or is not text")
-            target[key] = value
 
     def _expect(self, kind: type) -> Any:
         target = self._stack[-1]
         if not isinstance(target, kind):
             raise self._error(f"the stack has {_describe(target)}; expected {kind.__name__.strip('_').lower()}")
         return target
-
-    def _pop_to_mark(self) -> list[Any]:
-        items, self._stack = self._stack, self._outer_stacks.pop()
-        return items
 
     def _read_text(self, length: int) -> str:
         self._text_left -= length
@@ -334,14 +281,6 @@ class _PickleReader:
             return str(self._take(length), "utf-8")
         except UnicodeDecodeError:
             raise self._error("a text is not UTF-8") from None
-
-    def _read_integer(self, length: int) -> int:
-        if length > 8:
-            raise self._error(f"an integer has {length} bytes; at most 8 are accepted")
-        return int.from_bytes(self._take(length), "little", signed=True)
-
-    def _unpack(self, packed: struct.Struct) -> Any:
-        return packed.unpack(self._take(packed.size))[0]
 
     def _take(self, length: int) -> memoryview:
         start, left = self._position, len(self._data) - self._position
@@ -354,22 +293,22 @@ class _PickleReader:
         return InvalidRequest(f"pickle, opcode at byte {self._opcode_position}: {what}")
 
 
-def _read_record(data: bytes | memoryview, max_bytes: int, name: str) -> _Object:
-    record = _PickleReader(data, max_bytes).read()
+def _read_fields(data: bytes | memoryview, max_bytes: int, name: str) -> tuple[str, list[Any]]:
+    """Return the module path of the client's classes, and the values of the fields of a pickled object."""
+    record, types = _PickleReader(data, max_bytes).read(), _CLASSES[name]
     if not isinstance(record, _Object) or record.type.name != name or not isinstance(record.state, dict):
         raise InvalidRequest(f"the pickle has {_describe(record)}; expected {name} with a dict of fields")
-    return record
-
-
-def _get_fields(record: _Object, types: Mapping[str, type]) -> list[Any]:
+    fields = (
+        {"rename_map": {}, **record.state} if "rename_map" in types else record.state
+    )  # LeRobot 0.3 has no renames.
     # Versions of the client add times of sending, which need no answer.
-    extra = {name for name in record.state.keys() - types.keys() if not _is_number(record.state[name])}
-    if different := extra | (types.keys() - record.state.keys()):
-        names = ", ".join(_describe(name) for name in sorted(different)[:8])
-        raise InvalidRequest(f"{record.type.name} has unknown fields or lacks some: {names}")
-    for name, kind in types.items():
-        _check(type(record.state[name]) is kind, name, record.state[name], f"a {kind.__name__}")
-    return [record.state[name] for name in types]
+    extra = {field for field in fields.keys() - types.keys() if not _is_number(fields[field])}
+    if different := extra | (types.keys() - fields.keys()):
+        names = ", ".join(_describe(field) for field in sorted(different)[:8])
+        raise InvalidRequest(f"{name} has unknown fields or lacks some: {names}")
+    for field, kind in types.items():
+        _check(type(fields[field]) is kind, field, fields[field], f"a {kind.__name__}")
+    return record.type.module, [fields[field] for field in types]
 
 
 def _find_array(value: object) -> np.ndarray | None:
@@ -378,7 +317,7 @@ def _find_array(value: object) -> np.ndarray | None:
         case _Object(_Global(name="scalar"), (dtype, memoryview() as data), None):
             shape, order = (), "C"
         case _Object(
-            _Global(name="_frombuffer"), (memoryview() as data, dtype, tuple(shape), "C" | "F" as order), None
+            _Global(name="_frombuffer"), (memoryview() as data, dtype, tuple(shape), ("C" | "F") as order), None
         ):
             pass
         case _Object(
@@ -408,19 +347,18 @@ def _check(is_valid: bool, name: str, value: object, expected: str) -> None:
 
 def _check_plain(features: object) -> None:
     """Raise an error unless the value has only containers, texts and numbers, and does not contain itself."""
-    level, count = [features], 0
-    for _ in range(_MAX_DEPTH):
-        containers = [each for each in level if isinstance(each, dict | list | tuple)]
-        for each in level:
-            is_plain = isinstance(each, dict | list | tuple | str | bool | None) or _is_number(each)
-            _check(is_plain, "a value of lerobot_features", each, "text or a finite number")
-        count += sum(map(len, containers))
-        if count > _MAX_OPCODES:
-            raise TooLarge(f"lerobot_features has more than {_MAX_OPCODES} values")
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
-        if not level:
+    waiting = [(features, 0)]
+    for _ in range(_MAX_OPCODES):
+        if not waiting:
             return
-    raise InvalidRequest(f"lerobot_features is nested deeper than {_MAX_DEPTH}, or contains itself")
+        value, depth = waiting.pop()
+        if isinstance(value, dict | list | tuple):
+            _check(depth < _MAX_DEPTH, "lerobot_features", value, f"at most {_MAX_DEPTH} levels, not one in itself")
+            waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
+        else:
+            is_plain = isinstance(value, str | bool | None) or _is_number(value)
+            _check(is_plain, "a value of lerobot_features", value, "text or a finite number")
+    raise TooLarge(f"lerobot_features has more than {_MAX_OPCODES} values")
 
 
 def _is_number(value: Any) -> bool:

@@ -32,12 +32,7 @@ _NO_TASK = "(no task yet)"
 def make_session_request(
     request: RobotPolicyRequest, requirements: Requirements, session_id: str, revision: str | None
 ) -> NewSession:
-    """Return the request of a robot's session, as for ``POST /sessions``.
-
-    Args:
-        requirements: requirements of the requested policy.
-        session_id: id of the session.
-        revision: revision of a policy from the Hub.
+    """Return the request of a robot's session with a policy that has these requirements, as for ``POST /sessions``.
 
     Raises:
         InvalidRequest: the features have no names of joints.
@@ -81,12 +76,9 @@ def read_robot_observation(
 
 
 def choose_session_id(sessions: Sessions, prefix: str, count: int, taken: Container[str | None], whose: str) -> str:
-    """Return the first free one of ``count`` ids with this prefix.
+    """Return the first free one of ``count`` ids with this prefix; raises MoveRefused.
 
     While a session with the prefix is under an emergency stop, the new one could be of the same robot, so none is made.
-
-    Raises:
-        MoveRefused: an emergency stop waits for its reset.
     """
     ids = [f"{prefix}-{number}" for number in range(1, count + 1)]
     if latched := [session_id for session_id in ids if sessions.get_latch(session_id) is not None]:
@@ -99,12 +91,10 @@ def choose_session_id(sessions: Sessions, prefix: str, count: int, taken: Contai
 
 
 class _Arrival(NamedTuple):
-    """An accepted observation, the measured state (a,), and the monotonic time of its arrival."""
-
     received: RobotObservation
     observed: ClientObservation
-    state: np.ndarray
-    at: float
+    state: np.ndarray  # Measured (a,).
+    at: float  # Monotonic time.
 
 
 class RobotExchange:
@@ -117,10 +107,8 @@ class RobotExchange:
     """
 
     def __init__(self, inference: DirectInference, request: RobotPolicyRequest, max_age: float):
-        self._inference = inference
-        self._request = request
+        self._inference, self._request, self._max_age = inference, request, max_age
         self._joint_names = _read_joint_names(request)
-        self._max_age = max_age
         self._waiting: _Arrival | None = None
         self._has_arrived = asyncio.Event()
         self._inferred: _Arrival | None = None  # The observation of the newest chunk.
@@ -132,22 +120,20 @@ class RobotExchange:
     async def take_observation(self, received: RobotObservation, received_at: float) -> None:
         """Let an observation wait for the next chunk, instead of an older one, unless it adds nothing.
 
-        Args:
-            received_at: monotonic time of its arrival.
-
         Raises:
             MoveRefused: the session was stopped, or runs no policy.
             InvalidRequest: the observation does not fit the policy.
         """
         self._inference.check_not_stopped()
-        observed = self._read_observation(received)
+        if missing := [name for name in self._joint_names if name not in received.values]:
+            raise InvalidRequest(f"the observation lacks {missing[:8]}; wanted the joints of the policy instructions")
+        pose = [received.values[name] for name in self._joint_names]
+        observed = read_robot_observation(self._inference, received.images, pose, received.task, received.timestamp)
         spec = self._inference.observation_spec()
-        arrival = _Arrival(received, observed, observed.get_pose(spec)[0], received_at)
+        skipped = arrival = _Arrival(received, observed, observed.get_pose(spec)[0], received_at)
         self._is_answer_due |= received.must_go
         if self._is_answer_due or not self._is_known(arrival, spec.joints):
             skipped, self._waiting = self._waiting, None
-        else:
-            skipped = arrival
         if skipped is not None:
             await self._inference.observe(skipped.observed, skipped.at)
         if skipped is not arrival:
@@ -166,17 +152,12 @@ class RobotExchange:
         try:
             return await self._infer_next()
         except MoveRefused:
-            if self._chunk is None:
+            if self._inferred is None or self._chunk is None:
                 raise
-            return self._end_plan()
-
-    def _end_plan(self) -> bytes:
-        """Return an answer that empties the client's queue: it replaces the actions there, and its own is dropped."""
-        assert self._chunk is not None
-        assert self._inferred is not None
-        received, chunk = self._inferred.received, self._chunk
-        self._waiting = self._chunk = None
-        return pickles.write_actions(chunk[:1], pickles.EXECUTED, received.timestamp, 0.0, received.module)
+            # This replaces the actions in the client's queue, and the client drops it.
+            received, chunk = self._inferred.received, self._chunk[:1]
+            self._waiting = self._chunk = None
+            return pickles.write_actions(chunk, pickles.EXECUTED, received.timestamp, 0.0, received.module)
 
     async def _infer_next(self) -> bytes:
         robot_io = self._inference.check_not_stopped()[1]
@@ -192,18 +173,11 @@ class RobotExchange:
         self._inferred, self._chunk, self._is_answer_due = arrival, actions, False
         return answer
 
-    def _read_observation(self, received: RobotObservation) -> ClientObservation:
-        if missing := [name for name in self._joint_names if name not in received.values]:
-            raise InvalidRequest(f"the observation lacks {missing[:8]}; wanted the joints of the policy instructions")
-        state = [received.values[name] for name in self._joint_names]
-        return read_robot_observation(self._inference, received.images, state, received.task, received.timestamp)
-
     def _is_known(self, arrival: _Arrival, joints: JointTable) -> bool:
         """Return whether a chunk for this observation would repeat the last chunk."""
-        before = self._inferred
+        before, (low, high) = self._inferred, joints.ranges
         if before is None:
             return False
-        low, high = joints.ranges
         moved = np.abs(arrival.state - before.state)
         # Any motion of a joint of unknown range counts.
         shares = np.where(np.isfinite(high - low), moved / (high - low), np.sign(moved))

@@ -24,6 +24,7 @@ from tests.faults.meter import stolen_seconds
 from tests.faults.processes import ROOT, server
 from tests.faults.script import Script
 from tests.hostile.flood import FLOODS, ROOM
+from tests.testing.child_process import child_process
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import expect_ok, started
 
@@ -35,17 +36,10 @@ TROUBLE = re.compile(r"Traceback|Task was|never retrieved|in its chamber| ERROR 
 SHORT = ("connects", "calls", "handshakes")
 
 
-@asynccontextmanager
-async def flood(kind: str, url: str, path: str, seconds: float, sockets: int = SOCKETS):
+def flood(kind: str, url: str, path: str, seconds: float, sockets: int = SOCKETS):
     host, port = url.removeprefix("http://").split(":")
     arguments = ("-m", "tests.hostile.flood", kind, host, port, path, str(sockets), str(seconds))
-    made = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
-    try:
-        yield made
-    finally:
-        if made.returncode is None:
-            made.kill()
-        await made.communicate()
+    return child_process(sys.executable, *arguments, cwd=ROOT)
 
 
 class Turns:

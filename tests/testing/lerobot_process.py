@@ -2,25 +2,16 @@
 
 import asyncio
 import os
-import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from tests.testing.child_process import child_process
 from tests.testing.compiling import QUICK
 
 ROOT = Path(__file__).parents[2]
 
 
-@asynccontextmanager
-async def running(*command: str, folder: Path, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    environment = {**os.environ, **QUICK, "XDG_CACHE_HOME": str(folder), "HF_LEROBOT_HOME": str(folder / "lerobot")}
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+def running(*command: str, folder: Path, cwd: Path) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    """Start a program that keeps its files in this folder."""
+    folders = {"XDG_CACHE_HOME": str(folder), "HF_LEROBOT_HOME": str(folder / "lerobot")}
+    return child_process(*command, cwd=cwd, env={**os.environ, **QUICK, **folders})
