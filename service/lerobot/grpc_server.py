@@ -35,9 +35,8 @@ from service.http.server import CannotListen
 from service.inference.config import PolicySettings, set_cache_folders
 from service.inference.policy_sources import REPO_ID
 from service.lerobot import messages, pickles
-from service.lerobot.robot import POLL_TIMEOUT, RobotExchange, choose_session_id, make_session_request
+from service.lerobot.robot import POLL_TIMEOUT, READERS, RobotExchange, choose_session_id, make_session_request
 from service.logging import sanitize_text
-from service.streaming import observation
 
 logger = logging.getLogger(__name__)
 
@@ -285,8 +284,8 @@ def _require_exchange(connection: _Connection) -> RobotExchange:
 
 
 async def _run_decoder(read: Callable[[Any], Any], data: memoryview) -> Any:
-    """Read a pickle in the threads of pictures, so that no robot misses a tick."""
-    return await observation.DECODERS.submit(partial(read, data))
+    """Read a pickle in a thread, so that no robot misses a tick."""
+    return await READERS.submit(partial(read, data))
 
 
 def _find_cached_revision(path: str, policies: PolicySettings) -> str | None:

@@ -1,6 +1,7 @@
 """A robot of LeRobot's client: the session that it needs, its observations, and the action chunks that answer them."""
 
 import asyncio
+import os
 import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,10 @@ from service.sessions.store import Session, Sessions
 from service.streaming import observation
 from service.streaming.direct_inference import DirectInference
 from service.streaming.observation import ClientObservation
+from service.threads import WorkerThread
 
+# Threads that read messages, because a flood of messages must not delay the pictures of other clients.
+READERS = WorkerThread("messages of LeRobot", max((os.cpu_count() or 2) // 4, 1))
 POLL_TIMEOUT = 2.0  # Seconds that GetActions waits for an observation, as LeRobot's server.
 _STOP_CHECK_INTERVAL = 0.02  # Seconds between checks for a stop, while GetActions waits.
 # Distance of two states, in shares of the joints' ranges, below which the second state adds nothing. LeRobot's server

@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -30,13 +31,12 @@ from service.http.origins import is_loopback
 from service.http.server import CannotListen
 from service.lerobot.envelopes import MAX_BYTES, Envelope, EnvelopeError, read_envelope, write_envelope
 from service.lerobot.pickles import RobotPolicyRequest
-from service.lerobot.robot import POLL_TIMEOUT, choose_session_id, make_session_request
+from service.lerobot.robot import POLL_TIMEOUT, READERS, choose_session_id, make_session_request
 from service.lerobot.zenoh_session import ACTION_DEADLINE, CAMERA, MAX_INPUT, STATE, RemoteSession
 from service.logging import sanitize_text
 from service.sessions.compatibility import configure_control
 from service.sessions.request import NewSession
 from service.setting_types import SettingsError
-from service.streaming.observation import DECODERS
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ _ALIGNMENT = "chunk_alignment_v2"
 _SUBSCRIBER_TIMEOUT = 5.0  # Seconds that a reset waits for the client's subscribers.
 _MAX_WAITING = 4 * MAX_BYTES  # Bytes of messages that wait; more are dropped, as by the network.
 _MESSAGE_COST = 1 << 16  # Bytes that every message counts at least.
+# Largest size and unread number of messages: observations of a session, and other messages of a session or kind.
+_OBSERVATIONS, _OTHERS = (MAX_BYTES, 2), (1 << 20, 32)
 _MAX_ANSWERS = 1024  # Answers to queries that are remembered, so that a repeated request gets the same answer.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
 
@@ -79,7 +81,7 @@ class LerobotZenohServer:
         self._creating: set[str | None] = set()
         self._answers: dict[tuple[str, str], asyncio.Task[Envelope]] = {}  # By key and request id.
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lock, self._waiting = threading.Lock(), 0
+        self._lock, self._waiting, self._unread = threading.Lock(), 0, Counter[str]()
 
     async def __aenter__(self) -> Self:
         """Load the policies and open Zenoh; raises CannotListen or SettingsError."""
@@ -199,13 +201,15 @@ class LerobotZenohServer:
 
     def _receive(self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample) -> None:
         """Hand a copy of a message to the event loop, from a thread of Zenoh; a message too many is dropped."""
-        received_at, data = time.monotonic(), message.payload or b""
-        cost = max(len(data), _MESSAGE_COST)
+        received_at, data, remote_id = time.monotonic(), message.payload or b"", str(message.key_expr).split("/")[-2]
+        cost, sender = max(len(data), _MESSAGE_COST), remote_id if remote_id in self._sessions else endpoint.kind
+        size, count = _OBSERVATIONS if endpoint.kind == "observation" else _OTHERS
         with self._lock:
-            if len(data) > MAX_BYTES or self._waiting + cost > _MAX_WAITING:
+            if len(data) > size or self._waiting + cost > _MAX_WAITING or self._unread[sender] >= count:
                 return
             self._waiting += cost
-        work = self._respond(endpoint, message, bytes(data), received_at)
+            self._unread[sender] += 1
+        work = self._respond(endpoint, message, bytes(data), sender, received_at)
         self._loop.call_soon_threadsafe(self._run, work)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -215,11 +219,15 @@ class LerobotZenohServer:
         return task
 
     async def _respond(
-        self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample, payload: bytes, received_at: float
+        self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample, payload: bytes, sender: str, received_at: float
     ) -> None:
         request, kind, key = Envelope("error"), endpoint.kind, str(message.key_expr)
         try:
-            request = await DECODERS.submit(partial(read_envelope, payload))
+            try:
+                request = await READERS.submit(partial(read_envelope, payload))
+            finally:
+                with self._lock:
+                    self._unread -= Counter((sender,))
             found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
             if found != (kind, "" if kind == "describe" else self._instance_id, key):
                 raise EnvelopeError(f"message type, instance or session differ from {key}: {found}", "protocol")

@@ -168,7 +168,7 @@ async def attack_grpc(address: str, command: str, seconds: float) -> dict[str, A
 
 async def attack_zenoh(address: str, command: str, seconds: float) -> dict[str, Any]:
     """Attack with queries and puts of one connection, which has a session; return what came of it."""
-    counts, dice, robot = Counter[str](), random.Random(0), ZenohRobot(address)
+    counts, dice, robot = Counter[str](), random.Random(0), ZenohRobot(address, asyncio.get_running_loop())
     cases = [data for data in hostile_pickles(command) if len(data) <= LARGEST]
 
     async def is_loaded() -> bool:
@@ -202,7 +202,7 @@ async def attack_zenoh(address: str, command: str, seconds: float) -> dict[str, 
     end = time.monotonic() + seconds
     await asyncio.gather(*(asyncio.to_thread(work) for work in (put, query, query, query)))
     await robot.close()
-    last = ZenohRobot(address)
+    last = ZenohRobot(address, asyncio.get_running_loop())
     await last.start()
     answers = [(await last.observe())["message_type"] for _ in range(10)]
     await last.close()
