@@ -47,7 +47,7 @@ _SUBSCRIBER_TIMEOUT = 5.0  # Seconds that a reset waits for the client's subscri
 _MAX_WAITING = 4 * MAX_BYTES  # Bytes of messages that wait; more are dropped, as by the network.
 _MESSAGE_COST = 1 << 16  # Bytes that every message counts at least.
 # Largest size and unread number of messages: observations of a session, and other messages of a session or kind.
-_OBSERVATIONS, _OTHERS = (MAX_BYTES, 2), (1 << 20, 32)
+_OBSERVATIONS, _OTHERS = (MAX_BYTES, 2), (_MESSAGE_COST, 32)
 _MAX_ANSWERS = 1024  # Answers to queries that are remembered, so that a repeated request gets the same answer.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
 
@@ -201,15 +201,17 @@ class LerobotZenohServer:
 
     def _receive(self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample) -> None:
         """Hand a copy of a message to the event loop, from a thread of Zenoh; a message too many is dropped."""
-        received_at, data, remote_id = time.monotonic(), message.payload or b"", str(message.key_expr).split("/")[-2]
-        cost, sender = max(len(data), _MESSAGE_COST), remote_id if remote_id in self._sessions else endpoint.kind
+        received_at, data, key = time.monotonic(), message.payload or b"", str(message.key_expr)
+        remote_id, cost = key.split("/")[-2], max(len(data), _MESSAGE_COST)
+        sender = remote_id if remote_id in self._sessions else endpoint.kind
         size, count = _OBSERVATIONS if endpoint.kind == "observation" else _OTHERS
         with self._lock:
             if len(data) > size or self._waiting + cost > _MAX_WAITING or self._unread[sender] >= count:
                 return
             self._waiting += cost
             self._unread[sender] += 1
-        work = self._respond(endpoint, message, bytes(data), sender, received_at)
+        query = message if isinstance(message, zenoh.Query) else None  # A sample would keep its payload.
+        work = self._respond(endpoint, key, query, bytes(data), sender, received_at)
         self._loop.call_soon_threadsafe(self._run, work)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -219,9 +221,15 @@ class LerobotZenohServer:
         return task
 
     async def _respond(
-        self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample, payload: bytes, sender: str, received_at: float
+        self,
+        endpoint: _Endpoint,
+        key: str,
+        query: zenoh.Query | None,
+        payload: bytes,
+        sender: str,
+        received_at: float,
     ) -> None:
-        request, kind, key = Envelope("error"), endpoint.kind, str(message.key_expr)
+        request, kind = Envelope("error"), endpoint.kind
         try:
             try:
                 request = await READERS.submit(partial(read_envelope, payload))
@@ -250,9 +258,9 @@ class LerobotZenohServer:
         with self._lock:
             self._waiting -= max(len(payload), _MESSAGE_COST)
         with suppress(zenoh.ZError):  # The client is gone.
-            if isinstance(message, zenoh.Query):
-                with message:
-                    message.reply(key, write_envelope(reply))
+            if query is not None:
+                with query:
+                    query.reply(key, write_envelope(reply))
             else:
                 last, replacement = endpoint.answers
                 key, drop = key.removesuffix(last) + replacement, zenoh.CongestionControl.DROP
