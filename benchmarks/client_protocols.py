@@ -155,7 +155,7 @@ def connect_zenoh(stack: ExitStack, protocol: str, address: str, session: str, i
     runner = stack.enter_context(asyncio.Runner())
 
     async def start() -> ZenohRobot:
-        robot = ZenohRobot(address)
+        robot = ZenohRobot(address, asyncio.get_running_loop())
         await robot.start()
         # Unlike a robot's, the observations wait for the network, because a dropped one has no answer to measure.
         robot.observations = robot.zenoh.declare_publisher(
