@@ -298,9 +298,8 @@ def _read_fields(data: bytes | memoryview, max_bytes: int, name: str) -> tuple[s
     record, types = _PickleReader(data, max_bytes).read(), _CLASSES[name]
     if not isinstance(record, _Object) or record.type.name != name or not isinstance(record.state, dict):
         raise InvalidRequest(f"the pickle has {_describe(record)}; expected {name} with a dict of fields")
-    fields = (
-        {"rename_map": {}, **record.state} if "rename_map" in types else record.state
-    )  # LeRobot 0.3 has no renames.
+    # LeRobot 0.3 has no renames.
+    fields = {"rename_map": {}, **record.state} if "rename_map" in types else record.state
     # Versions of the client add times of sending, which need no answer.
     extra = {field for field in fields.keys() - types.keys() if not _is_number(fields[field])}
     if different := extra | (types.keys() - fields.keys()):
