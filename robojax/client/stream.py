@@ -385,10 +385,11 @@ class Stream(_StreamCalls, Blocking):
         welcome: what the policy needs, and the joints in order.
 
     Example:
-        >>> frame, joints = np.zeros((96, 96, 3), np.uint8), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+        >>> random, joints = np.random.default_rng(), [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
         >>> with Client() as client, client.create("arm", "robojax/sim/policy") as session, session.stream() as stream:
         ...     session.start()
         ...     while not isinstance(message := stream.next(timeout=0.05), Command):
+        ...         frame = random.integers(0, 256, (96, 96, 3), np.uint8)  # Equal frames would hold the robot.
         ...         stream.observe({"front": frame}, joints)
         >>> sorted(message.joints)
         ['Elbow', 'Jaw', 'Pitch', 'Rotation', 'Wrist_Pitch', 'Wrist_Roll']
