@@ -46,6 +46,7 @@ MAX_ROBOTS = 32
 _MAX_MESSAGE = 4 << 20  # Bytes; LeRobot's client sends pieces of 2 MiB.
 _CHECK_INTERVAL = 0.2  # Seconds between checks for silent robots.
 _ERROR_DELAY = 0.5  # Seconds before GetActions fails, because the client repeats the call at once.
+_REFUSAL_DELAY = 0.02  # Seconds before another call fails, so that a flood of bad calls delays no robot.
 _CLOSE_TIMEOUT = 0.2  # Seconds for calls in progress when the server ends.
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # Otherwise two servers could share the port.
@@ -166,8 +167,7 @@ class LerobotServer:
             except Exception:
                 logger.exception("call %s of a robot failed", name)
                 code, text = grpc.StatusCode.INTERNAL, "internal: the server's log says more"
-            if name == "GetActions":
-                await asyncio.sleep(_ERROR_DELAY)
+            await asyncio.sleep(_ERROR_DELAY if name == "GetActions" else _REFUSAL_DELAY)
             if name == "SendPolicyInstructions":  # Others fail many times per second.
                 logger.warning("the robot at %s gets no session: %s", context.peer(), sanitize_text(text))
             return await context.abort(code, sanitize_text(text, _MAX_DETAILS))

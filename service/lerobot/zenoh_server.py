@@ -11,7 +11,6 @@ import math
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -44,10 +43,9 @@ SEMANTICS = "robot-units"  # What the client's --inference.semantics must say.
 IDLE_TIMEOUT = 10.0  # Seconds without the client's liveliness token after which its session is closed.
 _ALIGNMENT = "chunk_alignment_v2"
 _SUBSCRIBER_TIMEOUT = 5.0  # Seconds that a reset waits for the client's subscribers.
-_MAX_WAITING = 4 * MAX_BYTES  # Bytes of messages that wait; more are dropped, as by the network.
-_MESSAGE_COST = 1 << 16  # Bytes that every message counts at least.
-# Largest size and unread number of messages: observations of a session, and other messages of a session or kind.
-_OBSERVATIONS, _OTHERS = (MAX_BYTES, 2), (_MESSAGE_COST, 32)
+_MAX_UNREAD = 4  # Messages; the network waits while they are read.
+_BAD_MESSAGE_DELAY = 0.05  # Seconds that a bad message keeps its turn, so that a flood delays no other robot.
+_PATIENCE = 1.0  # Seconds that a message waits for its turn to be read, before it is dropped.
 _MAX_ANSWERS = 1024  # Answers to queries that are remembered, so that a repeated request gets the same answer.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
 
@@ -81,7 +79,7 @@ class LerobotZenohServer:
         self._creating: set[str | None] = set()
         self._answers: dict[tuple[str, str], asyncio.Task[Envelope]] = {}  # By key and request id.
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lock, self._waiting, self._unread = threading.Lock(), 0, Counter[str]()
+        self._turns = threading.Semaphore(_MAX_UNREAD)
 
     async def __aenter__(self) -> Self:
         """Load the policies and open Zenoh; raises CannotListen or SettingsError."""
@@ -200,19 +198,12 @@ class LerobotZenohServer:
         return self._zenoh.liveliness().declare_token(f"{instance}/alive")
 
     def _receive(self, endpoint: _Endpoint, message: zenoh.Query | zenoh.Sample) -> None:
-        """Hand a copy of a message to the event loop, from a thread of Zenoh; a message too many is dropped."""
+        """Hand a copy of a message to the event loop, from a thread of Zenoh, which waits while others are read."""
         received_at, data, key = time.monotonic(), message.payload or b"", str(message.key_expr)
-        remote_id, cost = key.split("/")[-2], max(len(data), _MESSAGE_COST)
-        sender = remote_id if remote_id in self._sessions else endpoint.kind
-        size, count = _OBSERVATIONS if endpoint.kind == "observation" else _OTHERS
-        with self._lock:
-            if len(data) > size or self._waiting + cost > _MAX_WAITING or self._unread[sender] >= count:
-                return
-            self._waiting += cost
-            self._unread[sender] += 1
+        if len(data) > MAX_BYTES or not self._turns.acquire(timeout=_PATIENCE):
+            return
         query = message if isinstance(message, zenoh.Query) else None  # A sample would keep its payload.
-        work = self._respond(endpoint, key, query, bytes(data), sender, received_at)
-        self._loop.call_soon_threadsafe(self._run, work)
+        self._loop.call_soon_threadsafe(self._run, self._respond(endpoint, key, query, bytes(data), received_at))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name="a robot of LeRobot over Zenoh")
@@ -221,24 +212,18 @@ class LerobotZenohServer:
         return task
 
     async def _respond(
-        self,
-        endpoint: _Endpoint,
-        key: str,
-        query: zenoh.Query | None,
-        payload: bytes,
-        sender: str,
-        received_at: float,
+        self, endpoint: _Endpoint, key: str, query: zenoh.Query | None, payload: bytes, received_at: float
     ) -> None:
-        request, kind = Envelope("error"), endpoint.kind
+        request, kind, delay = Envelope("error"), endpoint.kind, _BAD_MESSAGE_DELAY
         try:
             try:
                 request = await READERS.submit(partial(read_envelope, payload))
+                found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
+                if found != (kind, "" if kind == "describe" else self._instance_id, key):
+                    raise EnvelopeError(f"message type, instance or session differ from {key}: {found}", "protocol")
+                delay = 0.0
             finally:
-                with self._lock:
-                    self._unread -= Counter((sender,))
-            found = (request.message_type, request.instance_id, endpoint.key.format(request.session_id))
-            if found != (kind, "" if kind == "describe" else self._instance_id, key):
-                raise EnvelopeError(f"message type, instance or session differ from {key}: {found}", "protocol")
+                self._loop.call_later(delay, self._turns.release)
             if endpoint.answers:
                 reply = await self._handle(endpoint, key, request, received_at)
             else:
@@ -255,8 +240,6 @@ class LerobotZenohServer:
         except Exception:
             logger.exception("message %s of a robot failed", kind)
             reply = request.reply("error", {"code": "execution", "message": "the server's log says more"})
-        with self._lock:
-            self._waiting -= max(len(payload), _MESSAGE_COST)
         with suppress(zenoh.ZError):  # The client is gone.
             if query is not None:
                 with query:
