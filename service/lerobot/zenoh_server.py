@@ -99,8 +99,9 @@ class LerobotZenohServer:
             try:
                 self._zenoh = await asyncio.to_thread(zenoh.open, config)
             except zenoh.ZError as error:
-                why = str(error).partition(" at /")[0]  # Without the line of Zenoh's source.
-                raise CannotListen(f"lerobot_zenoh: {settings.lerobot_zenoh} cannot be opened: {why}") from error
+                raise CannotListen(
+                    f"lerobot_zenoh: {settings.lerobot_zenoh} cannot be opened: {_describe(error)}"
+                ) from error
             stack.push_async_callback(asyncio.to_thread, self._zenoh.close)
             self._tokens = [self._declare(deployment) for deployment in self._deployments]
             self._stack = stack.pop_all()
@@ -346,7 +347,7 @@ def make_config(settings: LerobotSettings) -> zenoh.Config:
     try:
         config = zenoh.Config() if path is None else zenoh.Config.from_file(path)
     except zenoh.ZError as error:
-        raise CannotListen(f"lerobot_zenoh_config {path!r} cannot be read: {error}") from error
+        raise CannotListen(f"lerobot_zenoh_config {path!r} cannot be read: {_describe(error)}") from error
     rules = json.loads(config.get_json("access_control"))
     is_locked = (
         (endpoint.startswith("tls/") and config.get_json("transport/link/tls/enable_mtls") == "true")
@@ -367,6 +368,10 @@ def make_config(settings: LerobotSettings) -> zenoh.Config:
     for key, value in (values | dict.fromkeys(off, False)).items():
         config.insert_json5(key, json.dumps(value))
     return config
+
+
+def _describe(error: zenoh.ZError) -> str:
+    return str(error).partition(" at /")[0]  # Without the line of Zenoh's source.
 
 
 def _check_contract(body: Mapping[str, Any], descriptor: Mapping[str, Any]) -> None:

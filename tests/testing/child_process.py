@@ -1,10 +1,16 @@
 """Programs that tests start."""
 
 import asyncio
+import os
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+from tests.testing.compiling import QUICK
+
+ROOT = Path(__file__).parents[2]
 
 
 @asynccontextmanager
@@ -21,3 +27,14 @@ async def child_process(
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+@asynccontextmanager
+async def serving(folder: Path, *flags: str) -> AsyncIterator[asyncio.StreamReader]:
+    """Start ``robojax serve`` on a free port, yield its output, and check that SIGTERM ends it without an error."""
+    command = (sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--state", "off", *flags)
+    async with child_process(*command, cwd=ROOT, env={**os.environ, **QUICK, "XDG_CACHE_HOME": str(folder)}) as process:
+        assert process.stdout is not None
+        yield process.stdout
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 0

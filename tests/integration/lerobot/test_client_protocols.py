@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,16 @@ class Refused(Exception):
 
 
 @asynccontextmanager
-async def ask_http(server: Server) -> AsyncIterator[tuple[str, Ask]]:
-    async with AsyncClient(server.url) as client:
+async def ask_robojax(server: Server, protocol: str) -> AsyncIterator[tuple[str, Ask]]:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncClient(server.url))
         session = await create_session(server, client)
+        asked = session if protocol == "http" else await stack.enter_async_context(session.stream())
 
         async def ask() -> np.ndarray:
-            return (await session.act({"front": PICTURE}, STATE)).actions
+            return (await asked.act({"front": PICTURE}, STATE)).actions
 
         yield session.id, ask
-
-
-@asynccontextmanager
-async def ask_stream(server: Server) -> AsyncIterator[tuple[str, Ask]]:
-    async with AsyncClient(server.url) as client:
-        session = await create_session(server, client)
-        async with session.stream() as stream:
-
-            async def ask() -> np.ndarray:
-                return (await stream.act({"front": PICTURE}, STATE)).actions
-
-            yield session.id, ask
 
 
 @asynccontextmanager
@@ -108,8 +99,8 @@ async def create_session(server: Server, client: AsyncClient) -> Any:
 
 
 PROTOCOLS = {
-    "http": ask_http,
-    "stream": ask_stream,
+    "http": partial(ask_robojax, protocol="http"),
+    "stream": partial(ask_robojax, protocol="stream"),
     "openpi": ask_openpi,
     "lerobot-grpc": ask_grpc,
     "lerobot-zenoh": ask_zenoh,

@@ -2,11 +2,8 @@
 
 import asyncio
 import datetime
-import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +31,7 @@ from tests.integration.lerobot.conftest import (
     RobotClient,
     pack_piece,
 )
-from tests.testing.compiling import QUICK
+from tests.testing.child_process import serving
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.rig import expect_ok
 from tests.testing.waiting import until
@@ -429,16 +426,8 @@ async def test_the_end_of_the_server_holds_the_robots_first(serve) -> None:
 
 
 async def test_a_server_process_moves_a_robot_with_the_shipped_policy(tmp_path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--lerobot-port", "0", "--state", "off"),
-        env={**os.environ, **QUICK, "XDG_CACHE_HOME": str(tmp_path)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        (port,) = re.findall(r"LeRobot's robots: port (\d+)", line)
+    async with serving(tmp_path, "--lerobot-port", "0") as output:
+        (port,) = re.findall(r"LeRobot's robots: port (\d+)", (await output.readline()).decode())
         client = RobotClient(int(port), "robojax/sim/policy")
         client.shape = (96, 96, 3)
         client.pose = dict(zip(JOINTS, (0.0, -90.0, 90.0, 0.0, 0.0, 10.0), strict=True))
@@ -447,10 +436,3 @@ async def test_a_server_process_moves_a_robot_with_the_shipped_policy(tmp_path) 
         assert {len(chunk) for chunk in client.chunks} == {10}
         assert np.abs(np.diff([action for _, action in client.executed], axis=0)).max() < 30
         await client.channel.close()
-        process.terminate()
-        async with asyncio.timeout(30):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

@@ -4,11 +4,8 @@ import asyncio
 import datetime
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -31,12 +28,11 @@ from service.lerobot.envelopes import MAX_BYTES
 from service.lerobot.zenoh_server import LerobotZenohServer, make_config
 from service.setting_types import SettingsError
 from tests.testing import rig
-from tests.testing.compiling import QUICK
+from tests.testing.child_process import ROOT, serving
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 from tests.testing.zenoh_robot import ALIGNED, ZenohRobot, free_endpoint, open_zenoh, read_array, rgb, tensor
 
-ROOT = Path(__file__).parents[3]
 APPEND = {"chunk_settings": None, "required_capabilities": []}
 
 
@@ -416,17 +412,9 @@ async def test_a_used_port_is_refused_at_the_start(tmp_path) -> None:
 
 async def test_the_command_of_the_guide_serves_the_shipped_policy(tmp_path) -> None:
     endpoint, page = free_endpoint(), (ROOT / "docs" / "robots" / "lerobot.md").read_text()
-    command = re.findall(r"^robojax (serve --lerobot-zenoh tcp.*)$", page, re.MULTILINE)[0]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "robojax.cli", *shlex.split(command.replace("tcp/127.0.0.1:7447", endpoint))),
-        *("--port", "0", "--state", "off"),
-        env={**os.environ, **QUICK, "XDG_CACHE_HOME": str(tmp_path)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        lines = [(await process.stdout.readline()).decode() for _ in range(2)]
+    flags = re.findall(r"^robojax serve (--lerobot-zenoh tcp.*)$", page, re.MULTILINE)[0]
+    async with serving(tmp_path, *shlex.split(flags.replace("tcp/127.0.0.1:7447", endpoint))) as output:
+        lines = [(await output.readline()).decode() for _ in range(2)]
         (shown,) = re.findall(r"lerobot-rollout .*", lines[1])
         flags = f"--inference.endpoint={endpoint} --inference.deployment=act --inference.semantics=robot-units --fps=25"
         assert flags in shown
@@ -434,10 +422,3 @@ async def test_the_command_of_the_guide_serves_the_shipped_policy(tmp_path) -> N
             await client.start()
             assert client.descriptor["capabilities"]["action_feature"]["names"][0] == "shoulder_pan.pos"
             assert is_action(await client.observe())
-        process.terminate()
-        async with asyncio.timeout(30):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
