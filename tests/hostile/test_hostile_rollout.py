@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.faults.arm import Arm, arm
 from tests.faults.processes import Process, process
@@ -113,6 +114,7 @@ async def moving_arms(server: Server, stack: AsyncExitStack, policy: Pushed, mod
     return arms
 
 
+@pytest.mark.alone  # It loads one core itself and controls four robots with the others.
 async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
