@@ -378,7 +378,7 @@ def register_lifespan(
             )
             authority.sessions = app.ctx.metrics.sessions = app.ctx.sessions
             app.ctx.live = Live(app.ctx.sessions)
-            app.ctx.stream_clients = StreamClients(app.ctx.sessions, direct)
+            app.ctx.stream_clients = StreamClients(app.ctx.sessions, direct, app.ctx.recordings.on_act)
             await opened.enter_async_context(shared.open(app.ctx.sessions))
             app.ctx.models = app.ctx.metrics.models = ModelServer(
                 settings.models, settings.policies, settings.limits.answer_deadline, load_model

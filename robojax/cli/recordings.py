@@ -165,7 +165,8 @@ def _describe_recording(source: "StepSource") -> dict[str, Any]:
     }
     if isinstance(source, McapSource):
         subject, outcome = source.header, source.outcome
-        description |= {"session": subject.session_id, "policy": subject.policy_path, "commit": subject.commit}
+        description |= {"session": subject.session_id, "protocol": subject.protocol}
+        description |= {"policy": subject.policy_path, "commit": subject.commit}
         description |= {"version": subject.version, "dry_run": subject.is_dry_run, **asdict(outcome)}
         events, left_out = [], 0
         for at, code, text in source.events():

@@ -94,7 +94,8 @@ def write_dataset(
                 on_step()
             if before is None:
                 raise RecordingError(
-                    "there is no step for a dataset: no command was recorded together with frames of all cameras"
+                    "there is no step for a dataset: no command was recorded together with frames of all cameras; a "
+                    "client that runs the control loop does not report its commands"
                 )
             writer.end_episode(before.task.strip() or UNNAMED_TASK)
     except DatasetError as error:

@@ -62,6 +62,8 @@ class Recorder:
         state: ``on``, or the reason of the end: ``off`` (by request), ``disk_full``, ``limit`` or ``failed``.
         reason: text of an error for people, or None.
         dropped: number of items that were not recorded because the disk was too slow.
+        is_running: whether an episode is being recorded.
+        has_commands: whether a command was recorded, without which there is no dataset.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Recorder:
         self._queue: deque[QueueItem] = deque()
         self._queued_bytes = self._written_bytes = 0  # Set by the event loop, and by the thread.
         self._newest_frames: dict[str, tuple[np.ndarray, float]] = {}
-        self._is_running = False
+        self.is_running = self.has_commands = False
         self._is_closing = threading.Event()
         self._bytes, self._seconds = 0, 0.0
         self._thread = threading.Thread(target=self._run, name=f"record {header.session_id}", daemon=True)
@@ -105,7 +107,7 @@ class Recorder:
     def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Record a frame; between two episodes, keep only the newest frame for the next episode."""
         self._newest_frames[camera] = (image, observed_at)
-        if self._is_running:
+        if self.is_running:
             self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
 
     def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
@@ -118,22 +120,23 @@ class Recorder:
 
     def on_tick(self, tick: Tick) -> None:
         """Record a tick."""
+        self.has_commands |= tick.command is not None
         self._enqueue("tick", tick)
 
     def begin_episode(self, text: str) -> None:
         """Begin an episode; an earlier one ends."""
-        if self._is_running:
+        if self.is_running:
             self.end_episode("started again")
         self._note_task()
         self.note_event("start", text)
-        self._is_running = True
+        self.is_running = True
         for camera, (image, observed_at) in self._newest_frames.items():
             self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
 
     def end_episode(self, text: str) -> None:
         """End the episode."""
-        if self._is_running:
-            self._is_running = False
+        if self.is_running:
+            self.is_running = False
             self.note_event("stop", text)
 
     def _note_task(self) -> None:

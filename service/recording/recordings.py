@@ -179,19 +179,32 @@ class Recordings:
             if session.new.record and self._refusal is None:
                 self._enabled.add(session_id)
         elif name == "session.started":
-            if recorder is None and session_id in self._enabled:
-                if self._is_stuck():
-                    logger.error("session %s is not recorded: %s", session_id, DISK_STUCK)
-                    self._enabled.discard(session_id)
-                    return
-                recorder = self._begin_recording(session)
-            if recorder is not None:
+            if (recorder := self._find_or_begin(session)) is not None:
                 recorder.begin_episode(reason)
         elif name == "session.stopped" and recorder is not None:
             recorder.end_episode(reason)
         elif name == "session.error":
             # The session may never start again, and its file must be closed.
             self._close_recorder(session_id, reason)
+
+    def on_act(self, session: Session, begins_motion: bool) -> None:
+        """Record a client that runs the control loop: begin an episode with its motion, or after a stop."""
+        before = self._recorders.get(session.id)
+        if before is not None and before.state not in (ON, OFF) and not begins_motion:
+            return  # It failed; only a new motion tries again.
+        recorder = self._find_or_begin(session)
+        if recorder is not None and (begins_motion or not recorder.is_running):
+            recorder.begin_episode(f"a client of {session.protocol} asked for actions")
+
+    def _find_or_begin(self, session: Session) -> Recorder | None:
+        """Return the session's recorder, which begins now if the session is to be recorded."""
+        recorder = self._find_recorder(session.id)
+        if recorder is None and session.id in self._enabled:
+            if not self._is_stuck():
+                return self._begin_recording(session)
+            logger.error("session %s is not recorded: %s", session.id, DISK_STUCK)
+            self._enabled.discard(session.id)
+        return recorder
 
     def _is_stuck(self) -> bool:
         """Whether too many ended recordings are still being written."""
@@ -231,13 +244,8 @@ class Recordings:
         detach = self._detach.pop(recorder.name, None)
         if detach is not None:
             detach()
-        # A full disk has no room for a dataset.
-        if (
-            self._makes_datasets
-            and not self._is_closing
-            and recorder.state in (OFF, LIMIT)
-            and recorder.get_stats()["bytes"]
-        ):
+        # A full disk has no room for a dataset, and where the client runs the loop, its commands are unknown.
+        if self._makes_datasets and not self._is_closing and recorder.state in (OFF, LIMIT) and recorder.has_commands:
             self._dataset_states[recorder.name] = "waiting"
             task = asyncio.create_task(self._make_dataset(recorder.name), name=f"dataset {recorder.name}")
             self._tasks.add(task)

@@ -146,7 +146,10 @@ def replay_recording(
         on_step(step, chunk)
     _finish_episode(report, actions, chunks, stride)
     if not report.episodes:
-        raise RecordingError("there is nothing to play: no command was recorded together with frames of all cameras")
+        raise RecordingError(
+            "there is nothing to play: no command was recorded together with frames of all cameras; a client that runs "
+            "the control loop does not report its commands"
+        )
     return report
 
 

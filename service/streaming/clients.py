@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from service.auth.caller import Caller
 from service.errors import MoveRefused, TooManyRequests
-from service.sessions.store import AnySession, Sessions
+from service.sessions.store import AnySession, Session, Sessions
 from service.stage import Stage
 from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectTransport
@@ -35,8 +35,15 @@ class StreamSettings:
 class StreamClients:
     """Streaming clients of one server; ``direct`` holds the links of its sessions without rooms."""
 
-    def __init__(self, sessions: Sessions, direct: DirectTransport, settings: StreamSettings | None = None):
+    def __init__(
+        self,
+        sessions: Sessions,
+        direct: DirectTransport,
+        on_act: Callable[[Session, bool], None],
+        settings: StreamSettings | None = None,
+    ):
         self.settings = settings or StreamSettings()
+        self._on_act = on_act
         self.direct = direct
         self._sessions = sessions
         self._inferences: dict[tuple[str, str], DirectInference] = {}
@@ -46,7 +53,7 @@ class StreamClients:
         """Create one client's inference, which waits for a compile for ``patience`` seconds."""
         sessions, patience = self._sessions, self.settings.compile_patience if patience is None else patience
         pixels = sessions.settings.max_frame_pixels
-        return DirectInference(session, protocol, self.direct, sessions.engine, pixels, patience)
+        return DirectInference(session, protocol, self.direct, sessions.engine, pixels, patience, self._on_act)
 
     def get_inference(self, session: AnySession, caller: Caller) -> DirectInference:
         """Return the one inference of a caller who sends single requests."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from service.control.guard import Motion
 from service.control.joints import Joint, JointTable
 from service.control.observation_buffer import ObservationHistory, Snapshot
+from service.control.observers import Tick
 from service.control.policy_runner import STAGES
 from service.control.robot_io import RobotIO
 from service.errors import (
@@ -135,6 +136,8 @@ class DirectInference:
         protocol: of this client, which the session's stats name.
         max_pixels: limit of one picture.
         compile_timeout: seconds to wait for a compile for pictures of a new size.
+        on_act: called before each inference, with whether it begins a motion: the first of this client, or after
+            ``reset``.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class DirectInference:
         engine: Engine,
         max_pixels: int,
         compile_timeout: float,
+        on_act: Callable[[Session, bool], None],
     ):
         self.session = session
         self.protocol = protocol
@@ -152,6 +156,8 @@ class DirectInference:
         self._engine = engine
         self._max_pixels = max_pixels
         self._compile_timeout = compile_timeout
+        self._on_act = on_act
+        self._begins_motion = True
         self._plan: np.ndarray | None = None
         self._next_action = 0
         self._action_at = -math.inf
@@ -265,6 +271,7 @@ class DirectInference:
         """Drop the plan and history, and allow control after a stop. Raises as ``check_available``."""
         self.check_available()
         self._stop_count = _count_stops(self.session)
+        self._begins_motion = True
         self._forget_plan()
         self._window.clear()
 
@@ -308,6 +315,9 @@ class DirectInference:
         try:
             if model_input is None:
                 model_input = await self._read_observation(observed, robot_io, observed_at)
+            assert isinstance(self.session, Session), "an interrupted session is refused"
+            self._on_act(self.session, self._begins_motion)
+            self._begins_motion = False
             if prefix is not None:
                 model_input = model_input._replace(snapshot=replace(model_input.snapshot, prefix=prefix))
             trace = await self._infer(link, robot_io, observed, model_input, executed_actions, is_new_task)
@@ -404,7 +414,8 @@ class DirectInference:
             raise
         # The answer does not wait for the recording.
         asyncio.get_running_loop().call_soon(
-            self._record_inference, robot_io, inputs, all_features, inference, now, time.monotonic(), is_published
+            *(self._record_inference, robot_io, inputs, all_features, inference, chunk),
+            *(Tick(now, None, False, pose if motion is not None else None, None), time.monotonic(), is_published),
         )
         odd = model_input.out_of_range, model_input.units_warning
         return InferenceTrace(chunk, clamped, inference, model_input.decode_seconds, *odd)
@@ -415,11 +426,12 @@ class DirectInference:
         inputs: Mapping[str, np.ndarray],
         all_features: Mapping[str, np.ndarray],
         inference: InferenceResult,
-        observed_at: float,
+        chunk: np.ndarray,
+        observed: Tick,
         at: float,
         is_published: bool,
     ) -> None:
-        """Record an inference: in the figures, for a policy on probation, a shadow and a recording."""
+        """Record an inference: in the figures, for a policy on probation, a shadow, the page and a recording."""
         runner = robot_io.runner
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
@@ -429,7 +441,8 @@ class DirectInference:
         runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
             runner.shadow.compare(all_features, inference.chunk)
-        robot_io.observers.notify_chunk(inference.chunk[0], observed_at, at)
+        robot_io.observers.notify_tick(observed)
+        robot_io.observers.notify_chunk(chunk, observed.at, at)
 
     def _publish_observation(
         self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: ClientObservation, now: float

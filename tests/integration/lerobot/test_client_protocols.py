@@ -1,6 +1,7 @@
 """Each client protocol gets the same limited actions, and none after a stop or while the control loop drives."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,8 @@ import websockets
 
 from robojax.client import AsyncClient, RobojaxError
 from service.lerobot.zenoh_server import LerobotZenohServer
+from service.recording.mcap_files import McapSource
+from service.recording.steps import decode_frame
 from service.streaming import codec
 from tests.integration.lerobot.conftest import JOINTS, POSE, Serve, Server
 from tests.testing import rig
@@ -108,13 +111,16 @@ PROTOCOLS = {
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_guard_is_the_same_behind_each_protocol(serve: Serve, tmp_path: Path, protocol: str) -> None:
+async def test_guard_and_recording_are_behind_each_protocol(serve: Serve, tmp_path: Path, protocol: str) -> None:
     policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=STEPS, action_steps=STEPS), step=5.0)
     settings: dict[str, Any] = {"max_relative_target": LIMIT, "lerobot_zenoh": free_endpoint()}
+    settings |= {"recordings": str(tmp_path / "recordings"), "recording_free": 0}
     settings |= {"lerobot_deployments": {"act": str(tmp_path / "policies" / "act")}, "lerobot_joints": {"act": JOINTS}}
     async with serve(policy, **settings) as server, PROTOCOLS[protocol](server) as (session_id, ask):
+        rig.expect_ok(await server.call("POST", f"/sessions/{session_id}/record", json={"on": True}))
         # The policy asks for 5 per action, and the limit of a step is 0.5.
-        np.testing.assert_allclose(await ask(), STATE + LIMIT * np.arange(1, STEPS + 1)[:, None], atol=1e-4)
+        expected = STATE + LIMIT * np.arange(1, STEPS + 1)[:, None]
+        np.testing.assert_allclose(await ask(), expected, atol=1e-4)
 
         async def stats() -> dict[str, Any]:
             return rig.expect_ok(await server.call("GET", f"/sessions/{session_id}"))["stats"]
@@ -127,3 +133,14 @@ async def test_guard_is_the_same_behind_each_protocol(serve: Serve, tmp_path: Pa
                 await ask()
             assert policy.acted == acted
         assert (await stats())["emergency_stop"]
+    (path,) = (tmp_path / "recordings").glob("*.mcap")
+    source = McapSource(path)
+    messages = list(source.messages())
+    assert (source.header.protocol, source.outcome.episodes) == (protocol, 2)
+    frames = [content for topic, _, content in messages if topic == "/cameras/front"]
+    assert decode_frame(base64.b64decode(frames[0]["data"])).shape == PICTURE.shape
+    (chunk,) = [content["actions"] for topic, _, content in messages if topic == "/chunks"]
+    np.testing.assert_allclose(chunk, expected, atol=1e-4)
+    position = next(content["position"] for topic, _, content in messages if topic == "/joints")
+    np.testing.assert_allclose(list(position.values()), STATE, atol=1e-4)
+    assert [name for _, name, _ in source.events()][:3] == ["start", "stop", "start"]  # The client; then the loop.
