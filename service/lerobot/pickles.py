@@ -79,9 +79,7 @@ class RobotPolicyRequest:
     path: str  # The policy's name or folder.
     features: Mapping[str, Mapping[str, Any]]  # Name to ``dtype``, ``shape`` and ``names``, as the client sent them.
     actions_per_chunk: int  # Largest number of actions of a reply.
-    device: str  # Device on which the client wants the policy to run.
     renames: Mapping[str, str]  # Feature of the robot to feature of the policy.
-    module: str  # Module path of the client's classes; its replies need the same.
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class RobotObservation:
     values: Mapping[str, float]  # Value of each joint and other number, in the robot's units.
     images: Mapping[str, np.ndarray]  # Read-only views of the pickle, uint8 or uint16 (height, width, channels).
     task: str  # Instruction for the policy; may be empty.
-    module: str  # As in the request.
+    module: str  # Module path of the client's classes; its replies need the same.
 
 
 def read_policy_request(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotPolicyRequest:
@@ -104,14 +102,14 @@ def read_policy_request(data: bytes | memoryview, max_bytes: int = MAX_BYTES) ->
         InvalidRequest: the pickle is malformed, has an opcode, global or value that is not accepted, or another object.
         TooLarge: the pickle has too many bytes, opcodes or values.
     """
-    module, (policy_type, path, features, steps, device, renames) = _read_fields(data, max_bytes, "RemotePolicyConfig")
+    _, (policy_type, path, features, steps, _, renames) = _read_fields(data, max_bytes, "RemotePolicyConfig")
     _check(steps > 0, "actions_per_chunk", steps, "a positive integer")
     for name, value in features.items():
         _check(isinstance(value, dict), name, value, "a dict")
     for name, value in renames.items():
         _check(isinstance(value, str), name, value, "a str")
     _check_plain(features)
-    return RobotPolicyRequest(policy_type, path, features, steps, device, renames, module)
+    return RobotPolicyRequest(policy_type, path, features, steps, renames)
 
 
 def read_observation(data: bytes | memoryview, max_bytes: int = MAX_BYTES) -> RobotObservation:

@@ -142,7 +142,7 @@ class LerobotZenohServer:
         if not needs.controls_joints or needs.observation_steps > 1:
             raise EnvelopeError("its actions are not targets of joints, or it reads several observations")
         features = {STATE: {"names": given or needs.joint_names}} | {CAMERA + camera: {} for camera in needs.cameras}
-        request = RobotPolicyRequest(needs.policy_type, path, features, needs.chunk, "", {}, "")
+        request = RobotPolicyRequest(needs.policy_type, path, features, needs.chunk, {})
         new = make_session_request(request, needs, f"zenoh-{name}", revision)
         table, config = configure_control(needs, new, self._context.sessions.settings)
         # An SO-101 has LeRobot's names, even if its checkpoint has other names.

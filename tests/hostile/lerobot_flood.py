@@ -33,9 +33,8 @@ ROBOTS = 8
 PIECE = 2 << 20  # Bytes of a piece of an observation, as of LeRobot's client.
 BEGIN, MIDDLE, END = 1, 2, 3
 SIDE = 96  # Pixels of the policy's pictures.
-LARGEST = (
-    2 << 20
-)  # Bytes of a message over Zenoh, which buffers a few messages of any size outside of the server's code.
+# Bytes of a message over Zenoh, which buffers a few messages of any size outside of the server's code.
+LARGEST = 2 << 20
 # Protobuf messages: lengths of 1 GB without data, endless integers, unknown tags, and pieces out of order.
 MESSAGES = [
     b"\x0a" + b"\x80\x80\x80\x80\x04abc",
