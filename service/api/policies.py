@@ -35,7 +35,7 @@ from service.sessions.compatibility import configure_control, find_mismatches, m
 from service.sessions.policy_slots import RenameRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import NAME
-from service.streaming import codec, direct_inference
+from service.streaming import acts, codec
 
 DEPLOYMENT_ROUTES = Routes("Policies")
 CHECK_ROUTES = Routes("Policies")
@@ -386,7 +386,7 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     message = await codec.read_json(body) if form == JSON else codec.unpack(body)
     if not isinstance(message, Mapping):
         raise InvalidRequest("wanted a map with images and state", ("body",))
-    answer = await direct_inference.answer_act(inference, message)
+    answer = await acts.answer_act(inference, message)
     if answer_type == JSON:
         return HTTPResponse(codec.pack_json(answer), content_type=JSON)
     return HTTPResponse(codec.pack(answer), content_type=MSGPACK)

@@ -5,13 +5,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from service.control.guard import Motion
 from service.control.joints import Joint, JointTable
-from service.control.observation_buffer import ObservationHistory, Snapshot
+from service.control.observation_buffer import Snapshot
 from service.control.observers import Tick
 from service.control.policy_runner import STAGES
 from service.control.robot_io import RobotIO
@@ -40,6 +40,7 @@ from service.stage import Stage
 from service.streaming import observation
 from service.streaming.direct_transport import DirectLink, DirectTransport
 from service.streaming.observation import ClientObservation, ObservationSpec
+from service.streaming.observation_window import ObservationWindow
 
 # Stages in which the session's own control loop is idle, so that clients may control the robot.
 IDLE_STAGES = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
@@ -48,7 +49,6 @@ MAX_PENDING_ACTS = 32  # Largest number of acts in progress of one session.
 _MOTION_TIMEOUT = 2.0  # Seconds after a single action after which the next motion begins at the measured pose.
 _MAX_RETRY_AFTER = 10  # Largest ``retry-after`` in seconds while the policy loads; used without an estimate.
 _NO_ACTIONS = np.zeros((0, 0), np.float32)
-_KEPT_PER_STEP = 8  # Largest number of observations kept per step of the policy, which limits memory.
 
 
 class InferenceTrace(NamedTuple):
@@ -75,58 +75,6 @@ class _ModelInput(NamedTuple):
     out_of_range: list[str]
     units_warning: str | None
     decode_seconds: float
-
-
-class ObservationWindow:
-    """Observations of one client, for policies that read several (``Requirements.observation_steps``).
-
-    The window selects earlier observations by the client's timestamps, or by arrival time.
-    """
-
-    def __init__(self) -> None:
-        self._history = ObservationHistory()
-        self._newest = -math.inf
-        self._has_timestamps = False
-
-    def clear(self) -> None:
-        """Forget all observations."""
-        self._history.clear()
-        self._newest = -math.inf
-
-    def add(self, snapshot: Snapshot, timestamp: float | None, steps: int, period: float) -> Snapshot:
-        """Keep an observation and return it with its history.
-
-        Args:
-            snapshot: observation, whose past replaces the window.
-            timestamp: seconds of the client's clock. Defaults to ``snapshot.observed_at``.
-            steps: observations that the policy reads.
-            period: seconds between them.
-
-        Raises:
-            InvalidRequest: the timestamp decreases.
-        """
-        if (self._history.steps, self._history.period) != (steps, period):
-            self._history = ObservationHistory(steps, period)
-            self._newest = -math.inf
-        if steps == 1:
-            return snapshot
-        if snapshot.past or self._has_timestamps is not (timestamp is not None):
-            self.clear()
-        self._has_timestamps = timestamp is not None
-        at = snapshot.observed_at if timestamp is None else timestamp
-        if at < self._newest and timestamp is not None:
-            raise InvalidRequest(
-                f"timestamp must not decrease: got {timestamp:g} after {self._newest:g}; "
-                '"reset": true forgets earlier observations',
-                ("body", "timestamp"),
-            )
-        for back, (frames, joints) in zip(range(len(snapshot.past), 0, -1), snapshot.past, strict=True):
-            self._history.add(at - back * period, replace(snapshot, frames=frames, joints=joints))
-        past = snapshot.past or self._history.before(at, snapshot)
-        if at - self._newest >= period / _KEPT_PER_STEP:
-            self._history.add(at, snapshot)
-            self._newest = at
-        return replace(snapshot, past=past)
 
 
 class DirectInference:
@@ -600,66 +548,3 @@ def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motio
 
 def _count_stops(session: AnySession) -> int:
     return session.stops if isinstance(session, Session) else 0
-
-
-_INTEGER_LIMIT = 1 << 63
-# Fields of an act; ``kind`` is a field on the stream.
-ACT_FIELDS = (*observation.OBSERVATION_FIELDS, "want", "executed", "reset", "kind")
-
-
-async def answer_act(
-    inference: DirectInference, message: Mapping[str, Any], observed_at: float | None = None
-) -> dict[str, Any]:
-    """Answer an act, whose fields ``docs/robots/direct.md`` lists.
-
-    Args:
-        observed_at: monotonic time at which the act was received. Defaults to now.
-
-    Raises:
-        InvalidRequest: a field is invalid.
-        ServiceError: as ``DirectInference.infer``.
-    """
-    observation.check_fields(message, ACT_FIELDS)
-    is_new = message.get("reset", False)
-    if not isinstance(is_new, bool):
-        raise InvalidRequest("reset: wanted true or false", ("body", "reset"))
-    robot_io = inference.check_available()[1] if is_new else inference.check_not_stopped()[1]
-    want = message.get("want", "chunk")
-    if not isinstance(want, str) or want not in ("chunk", "action"):
-        raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
-    executed, number = (read_integer(message, name) for name in ("executed", "number"))
-    observed = observation.read_observation(message, inference.spec_for(robot_io), is_complete=True)
-    answer: dict[str, Any] = {} if number is None else {"number": number}
-    trace: InferenceTrace | None
-    if is_new:
-        inference.reset()
-    if want == "action":
-        action, left, trace = await inference.next_action(observed, observed_at=observed_at)
-        answer |= {"action": action, "left": left}
-    else:
-        trace = await inference.infer(observed, executed, observed_at=observed_at)
-        answer |= {"actions": trace.actions}
-    config = robot_io.controller.config
-    answer |= {
-        "joint_names": list(robot_io.table.names),
-        "action_rate": config.action_rate,
-        "action_steps": config.action_steps,
-        "clamped": list(trace.clamped) if trace else [],
-    }
-    if trace is not None:
-        answer["timings_ms"] = trace.timings()
-        warnings = [
-            f"joint {name} is far outside of its range; does the robot use another unit?" for name in trace.out_of_range
-        ]
-        warnings += filter(None, (trace.units_warning, robot_io.runner.describe_cut()))
-        if warnings:
-            answer["warnings"] = warnings
-    return answer
-
-
-def read_integer(message: Mapping[str, Any], name: str) -> int | None:
-    """Return an integer of a message, None if it is missing; raises InvalidRequest for other types."""
-    value = message.get(name)
-    if value is not None and (type(value) is not int or not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT):
-        raise InvalidRequest(f"{name}: wanted an integer", ("body", name))
-    return value

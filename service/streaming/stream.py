@@ -13,7 +13,7 @@ from service.auth.caller import Caller, Role
 from service.errors import Forbidden, InvalidRequest, MoveRefused, ServiceError, SessionLoading, UnknownSession
 from service.logging import sanitize_text
 from service.stage import Stage
-from service.streaming import codec, direct_inference, observation
+from service.streaming import acts, codec, observation
 from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectLink, LinkClient
 from service.streaming.observation import ClientObservation, ObservationSpec
@@ -112,7 +112,7 @@ class ClientStream:
             message = await codec.read_json(raw) if isinstance(raw, str) else codec.unpack(raw)
             if not isinstance(message, Mapping) or not isinstance(message.get("kind"), str):
                 raise InvalidRequest("wanted a map with a kind")
-            number = direct_inference.read_integer(message, "number")
+            number = acts.read_integer(message, "number")
             await self._dispatch(message["kind"], message, number)
             self._bad_messages = 0
         except SessionLoading as error:
@@ -231,14 +231,14 @@ class ClientStream:
             observed = observation.read_observation(message, spec, is_complete=True)
             await self._inference.observe(observed, observed_at)
         except ServiceError as error:
-            self._send_error(error, direct_inference.read_integer(message, "number"))
+            self._send_error(error, acts.read_integer(message, "number"))
 
     async def _answer_acts(self, act: tuple[Mapping[str, Any], float] | None) -> None:
         while act is not None:
             message, observed_at = act
-            number = direct_inference.read_integer(message, "number")
+            number = acts.read_integer(message, "number")
             try:
-                answer = await direct_inference.answer_act(self._inference, message, observed_at)
+                answer = await acts.answer_act(self._inference, message, observed_at)
             except ServiceError as error:
                 self._send_error(error, number)
             except Exception:

@@ -14,7 +14,7 @@ from service.control.observation_buffer import Snapshot
 from service.recording.mcap_files import McapSource
 from service.recording.replay import replay_recording
 from service.streaming import codec, observation
-from service.streaming.direct_inference import ObservationWindow
+from service.streaming.observation_window import ObservationWindow
 from service.threads import WorkerThread
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 

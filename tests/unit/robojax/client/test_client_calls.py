@@ -34,7 +34,7 @@ from robojax.client.fields import ActFields, Overlap, SessionChanges, SessionFie
 from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.control.aggregation import AGGREGATIONS
 from service.sessions.request import SessionRequest
-from service.streaming.direct_inference import ACT_FIELDS
+from service.streaming.acts import ACT_FIELDS
 from service.streaming.observation import OBSERVATION_FIELDS
 from service.transport.client.robot import connect_robot
 
