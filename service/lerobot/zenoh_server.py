@@ -28,6 +28,7 @@ from service.errors import Overloaded, ServiceError, TooManyRequests, TooManySes
 from service.http.config import LerobotSettings
 from service.http.origins import is_loopback
 from service.http.server import CannotListen
+from service.inference.loaded_policy import add_plan
 from service.lerobot.envelopes import MAX_BYTES, Envelope, EnvelopeError, read_envelope, write_envelope
 from service.lerobot.pickles import RobotPolicyRequest
 from service.lerobot.robot import POLL_TIMEOUT, READERS, choose_session_id, make_session_request
@@ -82,15 +83,18 @@ class LerobotZenohServer:
         self._turns = threading.Semaphore(_MAX_UNREAD)
 
     async def __aenter__(self) -> Self:
-        """Load the policies and open Zenoh; raises CannotListen or SettingsError."""
-        self._loop, settings = asyncio.get_running_loop(), self._settings
+        """Load and compile the policies and open Zenoh; raises CannotListen or SettingsError."""
+        self._loop, settings, sessions = asyncio.get_running_loop(), self._settings, self._context.sessions
         config = make_config(settings)
         async with AsyncExitStack() as stack:
             for name, (path, revision) in settings.lerobot_deployments.items():
                 try:
                     needs = await self._context.policy_reader.read(path, revision)
                     deployment = self._describe(name, path, revision, needs)
-                    loaded = await stack.enter_async_context(self._context.sessions.open_policy(path, revision))
+                    loaded = await stack.enter_async_context(sessions.open_policy(path, revision))
+                    if needs.takes_prefix:  # Now, because a client waits at most 10 s for its session.
+                        logger.info("deployment %s: compiling the program that continues plans", name)
+                        await sessions.engine.compile(loaded, add_plan(loaded.requirements.cameras, needs))
                 except ServiceError as error:
                     raise SettingsError(f"lerobot_deployments: {name}={path}: {error}") from error
                 identity = hashlib.sha256(f"{path}@{loaded.commit or revision}".encode()).hexdigest()
