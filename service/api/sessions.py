@@ -176,7 +176,8 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
 async def record_session(request: Request, session_id: str) -> HTTPResponse:
     """Record every tick of a session from now on (from its next start if it does not move), or stop recording.
 
-    The response is the new `stats.recording` of the session. A recording that ended becomes a dataset.
+    Inferences of a client that runs the control loop are recorded, too. The response is the new `stats.recording` of
+    the session. A recording that ended becomes a dataset if the server sent its commands.
     """
     body = read_body(request, RecordRequest)
     figures = request.app.ctx.recordings.set_recording(get_visible_session(request, session_id), body.on)

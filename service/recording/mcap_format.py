@@ -47,7 +47,7 @@ class RecordingHeader:
         low, high: range of each joint, None if unknown.
         owner: owner of the session; None without keys.
         limits: motion limits by joint, as in the session's stats.
-        protocol: of the robot, ``rooms`` or ``stream``; None in recordings before version 0.2.
+        protocol: of the robot, as in the session's stats; None in recordings before version 0.2.
         wall_ns, monotonic_ns: the same moment in nanoseconds since 1970, and on the clock of the control loop.
     """
 

@@ -218,7 +218,7 @@ class SessionRequest:
             "show the rate as inferences_per_second."
         ),
     ] = False
-    record: Annotated[bool, Field(description="Record every tick from the first start on.")] = False
+    record: Annotated[bool, Field(description="Record every tick after a start, and each act of a client.")] = False
     rename: Annotated[
         Annotated[Rename, Field(max_length=64)] | None,
         Field(
