@@ -153,11 +153,6 @@ class Recorder:
         """Whether ``close`` was called."""
         return self._is_closing.is_set()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether the file is still open."""
-        return self._thread.is_alive()
-
     def close(self, text: str = "the recording was ended") -> None:
         """End the recording; the rest is written in the background."""
         self.end_episode(text)

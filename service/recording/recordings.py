@@ -107,8 +107,10 @@ class Recordings:
             raise RecordingRefused(DISK_STUCK)
         else:
             self._enabled.add(session.id)
-            if session.stage in MOVING and self._find_recorder(session.id) is None:
-                self._begin_recording(session).begin_episode("recording was switched on")
+            if self._find_recorder(session.id) is None:
+                self._recorders.pop(session.id, None)
+                if session.stage in MOVING:
+                    self._begin_recording(session).begin_episode("recording was switched on")
         return self.get_stats(session.id)
 
     def get_stats(self, session_id: str) -> Mapping[str, object]:
@@ -152,7 +154,7 @@ class Recordings:
         entry = await asyncio.to_thread(self._library.read_entry, name)
         if entry is None or not can_see(entry.owner):
             raise unknown
-        if any(one.name == name and one.is_writing for one in self._recorders.values()):
+        if name in self._unfinished:
             raise RecordingRefused(f"{name} is being recorded; switch the recording off or delete its session first")
         if self._dataset_states.get(name) in ("waiting", "making"):
             raise RecordingRefused(f"{name} is being made into a dataset; try again when that is done")
@@ -191,7 +193,7 @@ class Recordings:
         """Record a client that runs the control loop: begin an episode with its motion, or after a stop."""
         before = self._recorders.get(session.id)
         if before is not None and before.state not in (ON, OFF) and not begins_motion:
-            return  # It failed; only a new motion tries again.
+            return  # It failed; a new motion or another request to record tries again.
         recorder = self._find_or_begin(session)
         if recorder is not None and (begins_motion or not recorder.is_running):
             recorder.begin_episode(f"a client of {session.protocol} asked for actions")
@@ -280,12 +282,13 @@ class Recordings:
         """End all recordings, and cancel the conversion to datasets."""
         self._is_closing = True
         self.list_worker.close(0.0)
-        for recorder in self._recorders.values():
+        recorders = list(self._unfinished.values())
+        for recorder in recorders:
             recorder.close("the server was shut down")
         for task in self._tasks:
             task.cancel()
-        ending = [asyncio.to_thread(recorder.join, CLOSE_TIMEOUT) for recorder in self._recorders.values()]
-        for is_over, recorder in zip(await asyncio.gather(*ending), self._recorders.values(), strict=True):
+        ending = [asyncio.to_thread(recorder.join, CLOSE_TIMEOUT) for recorder in recorders]
+        for is_over, recorder in zip(await asyncio.gather(*ending), recorders, strict=True):
             if not is_over:
                 logger.error("recording %s could not be closed in %g s", recorder.name, CLOSE_TIMEOUT)
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Each client protocol gets the same limited actions, and none after a stop or while the control loop drives."""
+"""Each client protocol gets the same limited and recorded actions, and none after a stop or beside the control loop."""
 
 import asyncio
 import base64
@@ -22,6 +22,7 @@ from service.streaming import codec
 from tests.integration.lerobot.conftest import JOINTS, POSE, Serve, Server
 from tests.testing import rig
 from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.waiting import until
 from tests.testing.zenoh_robot import ZenohRobot, free_endpoint, rgb, tensor
 
 PICTURE = np.full((48, 64, 3), 7, np.uint8)
@@ -144,3 +145,27 @@ async def test_guard_and_recording_are_behind_each_protocol(serve: Serve, tmp_pa
     position = next(content["position"] for topic, _, content in messages if topic == "/joints")
     np.testing.assert_allclose(list(position.values()), STATE, atol=1e-4)
     assert [name for _, name, _ in source.events()][:3] == ["start", "stop", "start"]  # The client; then the loop.
+
+
+async def test_a_failed_recording_of_a_client_begins_again_by_request(serve: Serve, tmp_path: Path) -> None:
+    policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=STEPS, action_steps=STEPS))
+    async with (
+        serve(policy, recordings=str(tmp_path / "recordings"), recording_free=1 << 60) as server,
+        ask_robojax(server, "http") as (session_id, ask),
+    ):
+
+        async def recording() -> dict[str, Any]:
+            return rig.expect_ok(await server.call("GET", f"/sessions/{session_id}"))["stats"]["recording"]
+
+        async def is_full() -> bool:
+            return (await recording())["state"] == "disk_full"
+
+        files = []
+        for _ in range(2):
+            rig.expect_ok(await server.call("POST", f"/sessions/{session_id}/record", json={"on": True}))
+            await ask()
+            await until(is_full)
+            files.append((await recording())["file"])
+            await ask()
+            assert (await recording())["file"] == files[-1]
+        assert len(set(files)) == 2
