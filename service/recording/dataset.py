@@ -9,7 +9,7 @@ import numpy as np
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.errors import DatasetError
 from service.control.joints import SO100
-from service.recording.steps import LazyImage, RecordingError, SourceInfo, Step
+from service.recording.steps import NO_STEPS, LazyImage, RecordingError, SourceInfo, Step
 
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 _SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
@@ -93,10 +93,7 @@ def write_dataset(
                 before = step
                 on_step()
             if before is None:
-                raise RecordingError(
-                    "there is no step for a dataset: no command was recorded together with frames of all cameras; a "
-                    "client that runs the control loop does not report its commands"
-                )
+                raise RecordingError(f"there is no step for a dataset: {NO_STEPS}")
             writer.end_episode(before.task.strip() or UNNAMED_TASK)
     except DatasetError as error:
         raise RecordingError(str(error)) from error

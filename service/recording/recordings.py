@@ -196,7 +196,7 @@ class Recordings:
             return  # It failed; a new motion or another request to record tries again.
         recorder = self._find_or_begin(session)
         if recorder is not None and (begins_motion or not recorder.is_running):
-            recorder.begin_episode(f"a client of {session.protocol} asked for actions")
+            recorder.begin_episode(f"a client asked for actions ({session.protocol})")
 
     def _find_or_begin(self, session: Session) -> Recorder | None:
         """Return the session's recorder, which begins now if the session is to be recorded."""

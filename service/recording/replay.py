@@ -15,7 +15,7 @@ from jaxmodels.types import TASK
 from service.control.joints import have_same_joints
 from service.inference.loaded_policy import Policy, task_input
 from service.recording.dataset import IMAGES, STATE
-from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
+from service.recording.steps import NO_STEPS, RecordingError, SourceInfo, Step, StepSource
 
 _NUMBERED = re.compile(r"(joint|action)_\d+")  # Names of joints without names.
 
@@ -146,10 +146,7 @@ def replay_recording(
         on_step(step, chunk)
     _finish_episode(report, actions, chunks, stride)
     if not report.episodes:
-        raise RecordingError(
-            "there is nothing to play: no command was recorded together with frames of all cameras; a client that runs "
-            "the control loop does not report its commands"
-        )
+        raise RecordingError(f"there is nothing to play: {NO_STEPS}")
     return report
 
 

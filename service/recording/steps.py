@@ -13,6 +13,12 @@ from jaxmodels.errors import PictureError
 MAX_PIXELS = 1920 * 1200  # Larger frames are not decoded, because a hostile file could fill the memory.
 
 
+NO_STEPS = (
+    "no command was recorded together with frames of all cameras; a client that runs the control loop does not report "
+    "its commands"
+)
+
+
 class RecordingError(Exception):
     """A recording or dataset cannot be used; the text names it, the problem and a remedy."""
 

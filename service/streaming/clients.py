@@ -33,16 +33,14 @@ class StreamSettings:
 
 
 class StreamClients:
-    """Streaming clients of one server; ``direct`` holds the links of its sessions without rooms."""
+    """Streaming clients of one server; ``direct`` holds the links of its sessions without rooms.
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        direct: DirectTransport,
-        on_act: Callable[[Session, bool], None],
-        settings: StreamSettings | None = None,
-    ):
-        self.settings = settings or StreamSettings()
+    Args:
+        on_act: receives each inference, as for `DirectInference`.
+    """
+
+    def __init__(self, sessions: Sessions, direct: DirectTransport, on_act: Callable[[Session, bool], None]):
+        self.settings = StreamSettings()
         self._on_act = on_act
         self.direct = direct
         self._sessions = sessions

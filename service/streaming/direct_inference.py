@@ -361,9 +361,9 @@ class DirectInference:
             runner.errors += 1
             raise
         # The answer does not wait for the recording.
+        tick, done_at = Tick(now, None, False, None if motion is None else pose, None), time.monotonic()
         asyncio.get_running_loop().call_soon(
-            *(self._record_inference, robot_io, inputs, all_features, inference, chunk),
-            *(Tick(now, None, False, pose if motion is not None else None, None), time.monotonic(), is_published),
+            self._record_inference, robot_io, inputs, all_features, inference, chunk, tick, done_at, is_published
         )
         odd = model_input.out_of_range, model_input.units_warning
         return InferenceTrace(chunk, clamped, inference, model_input.decode_seconds, *odd)
@@ -375,7 +375,7 @@ class DirectInference:
         all_features: Mapping[str, np.ndarray],
         inference: InferenceResult,
         chunk: np.ndarray,
-        observed: Tick,
+        tick: Tick,
         at: float,
         is_published: bool,
     ) -> None:
@@ -389,8 +389,8 @@ class DirectInference:
         runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
             runner.shadow.compare(all_features, inference.chunk)
-        robot_io.observers.notify_tick(observed)
-        robot_io.observers.notify_chunk(chunk, observed.at, at)
+        robot_io.observers.notify_tick(tick)
+        robot_io.observers.notify_chunk(chunk, tick.at, at)
 
     def _publish_observation(
         self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: ClientObservation, now: float

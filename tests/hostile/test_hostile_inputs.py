@@ -423,7 +423,7 @@ def seconds(reader: Reader, size: int, times: int) -> float:
     return least
 
 
-@pytest.mark.alone  # Another process beside it takes the caches that these milliseconds need.
+@pytest.mark.alone  # Other processes use the same caches of the processor, and each read may take 10 ms at most.
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_slowest_input_is_read_in_linear_and_bounded_time(reader: Reader) -> None:
     whole = seconds(reader, reader.most, 3)

@@ -1,4 +1,4 @@
-"""Each client protocol gets the same limited and recorded actions, and none after a stop or beside the control loop."""
+"""Each protocol gets the same limited actions, which are recorded, and none after a stop or a start of the session."""
 
 import asyncio
 import base64
@@ -112,7 +112,7 @@ PROTOCOLS = {
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_guard_and_recording_are_behind_each_protocol(serve: Serve, tmp_path: Path, protocol: str) -> None:
+async def test_guard_and_recordings_work_with_each_protocol(serve: Serve, tmp_path: Path, protocol: str) -> None:
     policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=STEPS, action_steps=STEPS), step=5.0)
     settings: dict[str, Any] = {"max_relative_target": LIMIT, "lerobot_zenoh": free_endpoint()}
     settings |= {"recordings": str(tmp_path / "recordings"), "recording_free": 0}
