@@ -114,7 +114,7 @@ async def moving_arms(server: Server, stack: AsyncExitStack, policy: Pushed, mod
     return arms
 
 
-@pytest.mark.alone  # It loads one core itself and controls four robots with the others.
+@pytest.mark.alone  # It loads one core itself and controls four robots with the other.
 async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
@@ -160,6 +160,7 @@ async def test_rollback_under_load_costs_no_tick_and_precedes_next_push(tmp_path
 REASONS = {"wild": "wild", "jump": "jump", "late": "starved", "hang": "stuck"}
 
 
+@pytest.mark.alone  # It loads one core itself and controls three robots with the other.
 async def test_bad_policy_on_probation_is_removed_and_others_continue(tmp_path: Path) -> None:
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
