@@ -139,7 +139,7 @@ async def moving_fleet(process: Process, robots: int) -> AsyncIterator[Fleet]:
         made.presses_stop = asyncio.create_task(made.press_stop())
         tasks = [*(asyncio.create_task(each.run()) for each in (meter, made.sender)), made.presses_stop]
         try:
-            await made.until_moving(30)
+            await made.until_moving(60)  # Each engine compiles the policy first, which takes 30 s on a busy machine.
             await asyncio.sleep(0.3)
             yield made
             assert made.presses_stop.cancelling() or not made.presses_stop.done(), "STOP was refused"
