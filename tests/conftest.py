@@ -31,9 +31,10 @@ settings.load_profile("robojax")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folders; long tests and large files start first, so that all processes end together."""
+    """Mark tests that depend on real time; long tests and large files start first, so that all processes end together."""
     for item in items:
-        if any(item.path.is_relative_to(TESTS / folder) for folder in TIMED):
+        measures = "pauses" in getattr(item, "fixturenames", ())
+        if measures or any(item.path.is_relative_to(TESTS / folder) for folder in TIMED):
             item.add_marker("timed")
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: (not any(item.path.is_relative_to(TESTS / path) for path in LONG), -size[item.path]))
