@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from jaxmodels.export import export_policy
     from jaxmodels.gates import ActionGate, measure_action_gate
     from jaxmodels.hub import POLICY_FILES, ask_hub, fetch, find_policy, is_policy_file, list_policy_files
+    from jaxmodels.loading import load_policy, read_requirements
     from jaxmodels.policies.act.model import TemporalEnsembler
-    from jaxmodels.policy import Policy, load_policy, read_requirements
+    from jaxmodels.policy import Policy
     from jaxmodels.roofline import ACCELERATORS
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model
@@ -60,8 +61,9 @@ _NAMES = {
     "jaxmodels.gates": "ActionGate measure_action_gate",
     "jaxmodels.export": "export_policy",
     "jaxmodels.hub": "POLICY_FILES ask_hub fetch find_policy is_policy_file list_policy_files",
+    "jaxmodels.loading": "load_policy read_requirements",
     "jaxmodels.policies.act.model": "TemporalEnsembler",
-    "jaxmodels.policy": "Policy load_policy read_requirements",
+    "jaxmodels.policy": "Policy",
     "jaxmodels.roofline": "ACCELERATORS",
     "jaxmodels.transformer2d": "Transformer2DConfig Transformer2DModel",
     "jaxmodels.transformer2d.loaded_model": "LoadedModel is_model load_model",

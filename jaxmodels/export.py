@@ -23,8 +23,8 @@ from jaxmodels.checkpoints.files import write_json, write_policy_weights, write_
 from jaxmodels.checkpoints.folder import BUNDLE
 from jaxmodels.devices import PLATFORMS, find_placement
 from jaxmodels.errors import ConfigError
+from jaxmodels.loading import load_policy
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.policy import load_policy
 
 
 @dataclass(frozen=True)

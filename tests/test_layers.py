@@ -44,7 +44,7 @@ LAYERS = {
     "jaxmodels": (
         "errors _lazy < ranges < types cache_dirs < normalization devices hub_process weights < quantization < hub"
         " < hub_download < layers samplers < memory < checkpoints < text < transformer2d vlm data < policies < program"
-        " < observations gates roofline instructions < policy < export training"
+        " < observations gates roofline instructions < policy < loading < export training"
     ),
     "robojax": "client < robot < sim < cli",
 }
@@ -77,7 +77,7 @@ DISTRIBUTIONS = {
 }
 # Distributions without an import: commands, plug-ins of pytest, and modules named in strings.
 TOOLS = {"beartype", "jupyterlab", "mkdocs-material", "pip-licenses", "pyright", "ruff"}
-TOOLS |= {"pytest-timeout", "pytest-xdist"}
+TOOLS |= {"pytest-rerunfailures", "pytest-timeout", "pytest-xdist"}
 
 
 def modules() -> list[Path]:
@@ -184,7 +184,7 @@ PATHS = {
 
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_through_the_product_stay_short(path: str) -> None:
-    # In a process of its own, because a trace also counts what runs in threads that other tests left.
+    # Use a new process, because a trace also counts functions in threads that other tests left.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         for _ in range(3):  # A pause of the machine adds functions.
             figures = process.submit(measure_path, path).result()

@@ -250,10 +250,13 @@ def _read(
             f"{folder.name}: config.json and {PRE}.json do not agree on which actions are relative to the state: "
             f"{config.relative_action_mask} and {relative}; wanted the files of one training"
         )
-    model = None
+    tokenizer = None
     if config.prompt_length is not None:
         model = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
-    return Checkpoint(config, weights, normalization, own, read_tokenizer(folder, model), bundle)
+        tokenizer = read_tokenizer(folder, model)
+    elif config.text_encoder is not None:
+        tokenizer = read_tokenizer(folder)
+    return Checkpoint(config, weights, normalization, own, tokenizer, bundle)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -324,7 +327,7 @@ def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[s
     renamed = {kind.rename(name): tensor for name, tensor in tensors.items()}
     if len(renamed) < len(tensors):
         twice = sorted(name for name in tensors if kind.rename(name) != name and kind.rename(name) in tensors)
-        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} has two names in the file; keep one of them")
+        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} has two names in the file; remove one")
     tensors = renamed
     for name, same in kind.tied.items():
         if name not in tensors and same in tensors:

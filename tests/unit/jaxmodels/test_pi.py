@@ -85,7 +85,7 @@ def test_tied_embeddings_and_names_without_a_root_are_read(golden_folder, tmp_pa
     np.testing.assert_array_equal(weights["paligemma.embedding"], stored[head])
     np.testing.assert_array_equal(weights["action_in.kernel"], stored["model.action_in_proj.weight"].T)
     save_file({**tied, "model.action_in_proj.bias": tied["action_in_proj.bias"]}, folder / "model.safetensors")
-    with pytest.raises(WeightsMismatch, match=r"action_in_proj\.bias has two names in the file; keep one of them"):
+    with pytest.raises(WeightsMismatch, match=r"action_in_proj\.bias has two names in the file; remove one"):
         lerobot_folder.read_checkpoint(folder)
     other = np.zeros((7, 8), np.float32)
     save_file({**tied, "paligemma_with_expert.gemma_expert.lm_head.weight": other}, folder / "model.safetensors")

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels import gates, quantization
-from jaxmodels import policy as policy_module
+from jaxmodels import gates, loading, quantization
 from jaxmodels.errors import ConfigError
 from jaxmodels.gates import compare_actions, make_observations
 from jaxmodels.policies import get_policy_type, lerobot_folder
@@ -142,7 +141,7 @@ def test_auto_takes_the_first_dtype_that_passes(
     limit: float, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(policy_module, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
+    monkeypatch.setattr(loading, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
     assert jaxmodels.load_policy(SHIPPED, dtype="auto", device="cpu", action_error=limit).dtype == dtype
     assert any(f"dtype {'auto: ' * (dtype == 'float32')}{dtype}" in message for message in caplog.messages)
 
@@ -151,7 +150,7 @@ def test_a_policy_without_large_matrices_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quantization, "SMALLEST", 1 << 20)
     with pytest.raises(ConfigError, match=r"dtype is int8, and the policy has no matrix .*use float32 or bfloat16"):
         jaxmodels.load_policy(SHIPPED, dtype="int8", device="cpu")
-    monkeypatch.setattr(policy_module, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
+    monkeypatch.setattr(loading, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
     assert jaxmodels.load_policy(SHIPPED, dtype="auto", device="cpu").dtype == "float32"
 
 
