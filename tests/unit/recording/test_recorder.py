@@ -125,6 +125,7 @@ def test_holds_and_changes_of_the_policy_are_events(tmp_path):
     assert found[1:-1] == [*holds, ("policy", "another policy: def")]
 
 
+@pytest.mark.timed
 def test_the_recorder_delays_the_control_loop_by_microseconds(tmp_path):
     recorder = start_recorder(tmp_path)
     image, now = noise((480, 640)), time.monotonic()
