@@ -58,6 +58,7 @@ UNET: dict[str, Any] = {
     "attention_head_dim": 2,
     "norm_num_groups": 4,
 }
+SERVES = re.compile(r"robojax serve|/sessions|\.session\(")
 WAIT = 300  # Seconds that a page may take on a busy machine.
 
 
@@ -122,8 +123,8 @@ def script_of(page: Path) -> str:
 
 
 def with_marks(page: Path) -> Any:
-    """Return the parameter of a page; these folders have robots that are controlled in real time."""
-    return pytest.param(page, marks=[pytest.mark.timed] * (page.parent.name in ("start", "robots")))
+    """Return the parameter of a page; a server refuses robots when the machine is too slow for them."""
+    return pytest.param(page, marks=[pytest.mark.timed] * bool(SERVES.search(script_of(page))))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the commands of the guides need curl")
