@@ -91,6 +91,7 @@ class Policy:
         requirements: what the policy needs from a robot.
 
     Example:
+        >>> from jaxmodels import load_policy
         >>> policy = load_policy("robojax/sim/policy", device="cpu")
         >>> state, image = np.zeros((1, 6), np.float32), np.zeros((1, 96, 96, 3), np.uint8)
         >>> policy.act({"observation.state": state, "observation.images.front": image}).shape

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.cache_dirs import user_cache
-from jaxmodels.checkpoints.files import find_floats, read_json
+from jaxmodels.checkpoints.files import find_floats
 from jaxmodels.checkpoints.folder import BUNDLE, OpenFile, PolicyFolder, open_source
 from jaxmodels.errors import CheckpointError
 from jaxmodels.ranges import shorten_value
@@ -90,11 +90,6 @@ class Manifest:
             raise CheckpointError(f"{BUNDLE}: {', '.join(wrong)[:200]} cannot be read; export the policy again")
         own = {entry.name: values.get(entry.name) for entry in fields(cls)}
         return cls(**{**own, "batch_sizes": tuple(values["batch_sizes"])})
-
-
-def read_manifest(folder: PolicyFolder) -> Manifest | None:
-    """Return the manifest of a folder, None if it is no bundle; raises CheckpointError if it is malformed."""
-    return Manifest.from_json(read_json(folder / BUNDLE)) if (folder / BUNDLE).exists() else None
 
 
 def compute_digest(folder: PolicyFolder) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
-from jaxmodels.checkpoints.bundle import Manifest, check_files, read_manifest
+from jaxmodels.checkpoints.bundle import Manifest, check_files
 from jaxmodels.checkpoints.files import (
     NEVER_USED,
     SERVED,
@@ -21,10 +21,11 @@ from jaxmodels.checkpoints.files import (
     Stored,
     find_policy_weights,
     has_policy_weights,
+    read_json,
     write_json,
     write_safetensors,
 )
-from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, PolicyFolder
+from jaxmodels.checkpoints.folder import BUNDLE, PARAMS, SHARD, STATE_BYTES, Folder, PolicyFolder
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.checkpoints.tokenizer_files import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
@@ -225,7 +226,7 @@ def _read(
     if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
         config = kind.openpi.complete(folder.tree(PARAMS), config)
     check_tables(config)
-    bundle = read_manifest(folder)
+    bundle = Manifest.from_json(read_json(folder / BUNDLE)) if (folder / BUNDLE).exists() else None
     if bundle is None:
         weights, buffers = _read_weights(folder, kind, config, admit)
     else:
@@ -250,13 +251,10 @@ def _read(
             f"{folder.name}: config.json and {PRE}.json do not agree on which actions are relative to the state: "
             f"{config.relative_action_mask} and {relative}; wanted the files of one training"
         )
-    tokenizer = None
+    model = None
     if config.prompt_length is not None:
         model = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
-        tokenizer = read_tokenizer(folder, model)
-    elif config.text_encoder is not None:
-        tokenizer = read_tokenizer(folder)
-    return Checkpoint(config, weights, normalization, own, tokenizer, bundle)
+    return Checkpoint(config, weights, normalization, own, read_tokenizer(folder, model), bundle)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
