@@ -46,15 +46,20 @@ class ClockPose:
     def at(self, now: float) -> dict[str, float]:
         return {"Rotation": -90 + (now - self.began_at) * SPEED, **STILL}
 
-    def read(self, target: Mapping[str, float]) -> Reading | None:
-        """Decode a complete target; None if it was changed between the policy and the robot."""
+    def read(self, target: Mapping[str, float], before: Mapping[str, float] | None = None) -> Reading | None:
+        """Decode a complete target; None if it was changed between the policy and the robot.
+
+        Args:
+            before: the previous target. A hold keeps its jaw, which may be far from the pose after a jump.
+        """
         if target.keys() != set(JOINTS) or not all(map(math.isfinite, target.values())):
             return None
         offsets = [target[joint] - value for joint, value in STILL.items()]
         steps = np.array(offsets) / STEP
         step = round(float(steps[:-1].mean()))
-        if step == 0 and 0 <= steps[-1] <= CHUNK:
-            steps[-1] = 0  # A hold keeps the jaw at its last command, between two actions.
+        keeps_jaw = before is not None and before.get(JOINTS[-1]) == target[JOINTS[-1]]
+        if step == 0 and (keeps_jaw or 0 <= steps[-1] <= CHUNK):
+            steps[-1] = 0  # The jaw of a hold may also be between two actions.
         if not 0 <= step <= CHUNK or np.abs(steps - step).max() > 0.1:
             return None
         observed_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED

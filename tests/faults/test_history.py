@@ -40,6 +40,18 @@ def test_chunk_after_a_rest_is_timed_from_its_first_action() -> None:
     assert [found[0] for found in history.violations({"arm"})] == ["3"]
 
 
+def test_hold_after_a_jump_keeps_the_jaw_and_is_no_motion() -> None:
+    history = good()
+    hold = history.commands.pop()
+    history.step = 2.0
+    jumped = {joint: value + 2.0 for joint, value in history.targets()[-1][1].items()}
+    history.record_command(jumped, 101.44)
+    history.record_command({**hold.values, "Jaw": jumped["Jaw"]}, 101.455)
+    assert history.violations({"arm"}) == []
+    history.record_command({"Jaw": jumped["Jaw"] + 1.0}, 101.6)
+    assert [found[0] for found in history.violations({"arm"})] == ["1"]
+
+
 def do_an_expired_action(history: History) -> None:
     hold = history.commands.pop()
     action(history, 100.9, 0, 101.3)
