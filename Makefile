@@ -25,15 +25,11 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 # Containers like to set it; then each of the processes that tests start, more than a hundred, compiles all files anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests that depend on real time (mark `timed`) run after all others, and those that need all cores (`alone`) last.
-# Other programs may have slowed down the machine, so a failed one runs again, and all results are printed. Only a motion
-# after a stop or outside the limits (`SafetyViolation` of tests/faults/history.py) is final.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
-RERUNS ?= 2
-TIMED  := --reruns $(RERUNS) --reruns-delay 5 --rerun-except SafetyViolation --rerun-show-tracebacks
 test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tests/unit/hooks
 	@$(PYTEST) -m "not timed and not alone and not notebook" --numprocesses 3 $(ARGS); \
-	status=$$?; $(PYTEST) -m "timed and not alone" $(TIMED) --numprocesses 2 $(ARGS) || status=1; \
-	$(PYTEST) -m alone $(TIMED) $(ARGS) || status=1; exit $$status
+	status=$$?; $(PYTEST) -m "timed and not alone" --numprocesses 2 $(ARGS) || status=1; \
+	$(PYTEST) -m alone $(ARGS) || status=1; exit $$status
 
 # Without what Material for MkDocs prints at each start, about the end of its own life.
 docs: setup-dev ## the guides as a site, with search: site/index.html
@@ -52,7 +48,7 @@ peers: $(VENV)/.robojax-peers $(VENV)/.robojax-gpu ## PyTorch, diffusers, Ray, o
 
 test-peers: peers servers ## the tests that `make test` skips without these packages and programs
 	@$(PYTEST) -m "needs_peers and not timed" --numprocesses 2 $(ARGS); \
-	status=$$?; $(PYTEST) -m "needs_peers and timed" $(TIMED) $(ARGS) || status=1; exit $$status
+	status=$$?; $(PYTEST) -m "needs_peers and timed" $(ARGS) || status=1; exit $$status
 
 lint: setup-dev ## ruff: style and formatting
 	@$(BIN)/ruff check .

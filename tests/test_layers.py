@@ -77,7 +77,7 @@ DISTRIBUTIONS = {
 }
 # Distributions without an import: commands, plug-ins of pytest, and modules named in strings.
 TOOLS = {"beartype", "jupyterlab", "mkdocs-material", "pip-licenses", "pyright", "ruff"}
-TOOLS |= {"pytest-rerunfailures", "pytest-timeout", "pytest-xdist"}
+TOOLS |= {"pytest-timeout", "pytest-xdist"}
 
 
 def modules() -> list[Path]:
