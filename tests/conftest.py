@@ -31,7 +31,7 @@ settings.load_profile("robojax")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that depend on real time. Long tests and large files start first: all processes end together."""
+    """Mark tests that depend on real time. Start long tests and large files first, so that no process waits."""
     for item in items:
         measures = "pauses" in getattr(item, "fixturenames", ())
         if measures or any(item.path.is_relative_to(TESTS / folder) for folder in TIMED):

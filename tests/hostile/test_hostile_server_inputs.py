@@ -156,7 +156,7 @@ async def _offer(http: aiohttp.ClientSession, workspace: str, room: str, sdp: st
         await asyncio.sleep(0.3)
 
 
-@pytest.mark.alone  # Beside another test, the same work takes more processor time.
+@pytest.mark.alone  # The same work takes more processor time while another test runs.
 async def test_no_input_delays_the_commands_of_a_robot(timed: Timed, tmp_path: Path) -> None:
     """Measure the minimum processor time of the loop over some tries, because other processes share the machine."""
     slow: dict[str, list[float]] = {}
