@@ -327,7 +327,7 @@ class Policy:
 
         Args:
             cameras: camera name to (height, width) in pixels.
-            with_plan: whether observations may have a plan to continue. Compiling its program takes the same time again.
+            with_plan: whether observations may have a plan to continue. Compiling its program takes as long again.
 
         Raises:
             ObservationError: a camera is unknown or missing.
