@@ -1,6 +1,6 @@
-"""How long do pi0.5, SmolVLA, Diffusion Policy and ACT take on a GPU, from NumPy frames to NumPy actions?
+"""How long do pi0, pi0.5, SmolVLA, Diffusion Policy and ACT take on a GPU, from NumPy frames to NumPy actions?
 
-    python -m benchmarks.vla_gpu --lerobot-python VENV/bin/python
+    python -m benchmarks.vla_gpu --lerobot-python VENV/bin/python --compiled-peer
 
 Targets, on an H200 in bfloat16 with three cameras of 480x640 and 10 steps: pi0.5 43 ms (p50) for one robot and 33
 chunks a second for four together, SmolVLA 20 ms, ACT 2.5 ms. Policies have the sizes that people run (pi0.5 with all of
@@ -9,8 +9,8 @@ NumPy arrays and ends when the un-normalised chunk is a NumPy array. Also measur
 parts of a chunk, each as a program of its own, and memory.
 
 Each case runs in a process of its own with a time limit, and its figures are written at once, so a case that fails does
-not affect the others. The peer is a Python 3.12 with lerobot 0.6.1, its extras smolvla and pi, and a torch for this
-GPU; it runs after ours, because both need the GPU's memory.
+not affect the others. The peer is a Python 3.12 with lerobot 0.6.1, its extras smolvla, pi and diffusion, and a torch
+for this GPU; it runs after ours, because both need the GPU's memory.
 
 Last figures, an H200 with 16 cores of a Xeon: pi0.5 21.1 ms, and 100.8 chunks a second for 16 robots together
 (benchmarks/results/h200); SmolVLA 13.4 ms, ACT 2.4 ms; LeRobot eager 238 ms, 233 ms and 17.0 ms (results/vla_gpu.json).
@@ -35,7 +35,7 @@ from benchmarks import act_latency, vla_latency
 from benchmarks.measured import RESULTS, accelerator, result, write
 from benchmarks.processes import Child, child
 
-QUESTION = "How long do pi0.5, SmolVLA and ACT take on a GPU, from NumPy frames to NumPy actions?"
+QUESTION = "How long do policies take on a GPU, from NumPy frames to NumPy actions?"
 HERE = Path(__file__).parent
 CAMERAS = ("camera1", "camera2", "camera3")
 PERCENTS = (50, 90, 99)
@@ -56,6 +56,9 @@ CASES = {
     "act float32": Case("act", "float32"),
     "smolvla": Case("smolvla", target_ms=20.0),
     "pi05": Case("pi05", target_ms=43.0, target_chunks_per_s=33.0),
+    "pi05 int8": Case("pi05", "int8"),
+    "pi05 fp8": Case("pi05", "fp8"),
+    "pi0": Case("pi0"),
     "diffusion": Case("diffusion"),
 }
 TOGETHER = 4
@@ -97,7 +100,7 @@ def build_checkpoint(
     if case.policy == "act":
         return act_latency.build_checkpoint(len(CAMERAS), *vla_latency.FRAME, draw or RandomBlocks(np.float32))
     parts, sizes = (4, vla_latency.ARCHITECTURE) if is_small else (1, {})
-    if case.policy == "pi05":
+    if case.policy in ("pi0", "pi05"):
         draw = draw or RandomBlocks(ml_dtypes.bfloat16)
     return vla_latency.build_checkpoint(
         folder, case.policy, parts=parts, cameras=CAMERAS, architecture=architecture or sizes, draw=draw
@@ -221,8 +224,12 @@ def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) 
         note("parts", **process.order(do="stages", runs=count))
 
 
-def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) -> None:
-    """LeRobot's own policy of the same config in torch, eager, with the weights that it begins a training with."""
+def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None], *, is_compiled: bool) -> None:
+    """LeRobot's own policy of the same config in torch, with the weights that it begins a training with.
+
+    Args:
+        is_compiled: under torch.compile, which compiles again for each number of robots.
+    """
     from jaxmodels.checkpoints.files import write_json
     from jaxmodels.policies.lerobot_processors import write_processors
 
@@ -235,14 +242,21 @@ def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) 
         for file, values in checkpoint.config.dump_architecture().items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             write_json(folder / file, dict(values), indent=1)
-        python, peer = str(options.lerobot_python), str(HERE / "vla_latency_peer.py")
-        with child(peer, python=python) as process, limit(process, options.limit):
+        python, flags = str(options.lerobot_python), ["--compile"] if is_compiled else []
+        peer = "lerobot torch.compile" if is_compiled else "lerobot"
+        with (
+            child(str(HERE / "vla_latency_peer.py"), *flags, python=python) as process,
+            limit(process, options.limit),
+        ):
             order = {"case": case.policy, "device": device, "dtype": case.dtype, "cameras": CAMERAS}
             found = process.order(do="load", folder=place, has_weights=False, is_small=options.small, **order)
             for batch in options.batches:
+                start = time.perf_counter()
                 process.order(do="measure", batch=batch, count=3)
+                first = {"first_three_s": round(time.perf_counter() - start, 1)}
                 seconds = process.order(do="measure", batch=batch, count=count)["seconds"]
-                note(f"lerobot {name_batch(batch)}", load_s=round(found["load_s"], 2), **summarize(seconds, batch))
+                figures = {"load_s": round(found["load_s"], 2)} | first | summarize(seconds, batch)
+                note(f"{peer} {name_batch(batch)}", **figures)
 
 
 def main() -> None:
@@ -252,8 +266,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="chunks of each measurement")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take")
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1 and has this GPU")
+    parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
     parser.add_argument("--device", default="gpu")
-    parser.add_argument("--small", action="store_true", help="a quarter of the width, two layers of pi0.5")
+    parser.add_argument("--small", action="store_true", help="a quarter of the width, two layers of pi0 and pi0.5")
     parser.add_argument("--output", type=Path, default=RESULTS / "vla_gpu.json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -281,8 +296,9 @@ def main() -> None:
         note = note_under(name)
         try:
             run_case(name, options, note)
-            if options.lerobot_python and CASES[name].dtype == "bfloat16" and name != "diffusion":
-                run_peer(name, options, note)
+            if options.lerobot_python and CASES[name].dtype == "bfloat16":
+                for is_compiled in (False, True)[: 1 + options.compiled_peer]:
+                    run_peer(name, options, note, is_compiled=is_compiled)
         except RuntimeError as error:
             note("failed", why=str(error)[-2000:])
     write(options.output, found)

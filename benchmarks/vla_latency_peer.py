@@ -1,5 +1,6 @@
 """LeRobot's side of vla_latency.py and vla_gpu.py; runs in a Python with lerobot 0.6.1."""
 
+import importlib
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import latency
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+PI = ("pi0", "pi05")  # Policies whose sizes are in LeRobot's code, and whose config has a dtype.
 
 
 def load(
@@ -26,13 +28,13 @@ def load(
     has_weights: bool = True,
     is_small: bool = True,
 ) -> Callable[..., np.ndarray]:
-    """Reads a policy; what it gives runs the path of LeRobot's robot client: frames in [0, 1], both processors.
+    """Read a policy; the result runs the path of LeRobot's robot client: frames in [0, 1], both processors.
 
     Args:
-        dtype: bfloat16 is what pi0.5's config asks for, and for others autocast, as LeRobot's `use_amp` does it.
+        dtype: bfloat16 is what the configs of pi0 and pi0.5 ask for; others use autocast, as LeRobot's `use_amp` does.
         cameras: two when None.
         has_weights: otherwise the folder has none, and the policy those that it begins a training with.
-        is_small: pi0.5 has the sizes of `vla_latency.ARCHITECTURE`.
+        is_small: pi0 and pi0.5 have the sizes of `vla_latency.ARCHITECTURE`.
     """
     from lerobot.configs import PreTrainedConfig  # pyright: ignore[reportMissingImports]
     from lerobot.policies.factory import (  # pyright: ignore[reportMissingImports]
@@ -43,13 +45,13 @@ def load(
     from benchmarks.act_latency import observation as observe_act
     from benchmarks.vla_latency import ARCHITECTURE, CAMERAS, FRAME, noise_of, observation
 
-    if case == "pi05" and is_small:
-        use_sizes(ARCHITECTURE)
+    if case in PI and is_small:
+        use_sizes(case, ARCHITECTURE)
 
     os.chdir(folder)  # names of models in it are relative
     config = PreTrainedConfig.from_pretrained(folder)
     config.device = device
-    if case == "pi05":
+    if case in PI:
         config.dtype = dtype
     if has_weights:
         policy = get_policy_class(case).from_pretrained(folder, config=config, strict=False).eval()
@@ -58,11 +60,15 @@ def load(
             policy = get_policy_class(case)(config).to(device).eval()
     moved = {"device_processor": {"device": device}}
     before, after = make_pre_post_processors(config, pretrained_path=folder, preprocessor_overrides=moved)
-    if "--compile" in sys.argv and case != "diffusion":
+    if "--compile" not in sys.argv:
+        pass
+    elif case == "act":
+        policy.model.compile()
+    elif case != "diffusion":
         policy.model.sample_actions = torch.compile(policy.model.sample_actions)
-    elif "--compile" in sys.argv:
+    else:
         policy.diffusion.unet = torch.compile(policy.diffusion.unet)
-        encoders = policy.diffusion.rgb_encoder  # one for each camera, or one for all
+        encoders = policy.diffusion.rgb_encoder  # A list of an encoder per camera, or a shared encoder.
         for encoder in encoders if isinstance(encoders, torch.nn.ModuleList) else (encoders,):
             encoder.compile()
     if case == "act":
@@ -78,7 +84,7 @@ def load(
         return tensor
 
     def act(batch: int = 1) -> np.ndarray:
-        is_mixed = dtype == "bfloat16" and case != "pi05"
+        is_mixed = dtype == "bfloat16" and case not in PI
         with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=is_mixed):
             batches = {name: value * batch if name == "task" else prepare(value, batch) for name, value in seen.items()}
             if case != "diffusion":
@@ -91,10 +97,9 @@ def load(
     return act
 
 
-def use_sizes(sizes: dict[str, Any]) -> None:
-    """Builds pi0.5 in sizes that LeRobot's code does not contain."""
-    from lerobot.policies.pi05 import modeling_pi05 as module  # pyright: ignore[reportMissingImports]
-
+def use_sizes(case: str, sizes: dict[str, Any]) -> None:
+    """Build pi0 or pi0.5 in sizes that LeRobot's code does not contain."""
+    module: Any = importlib.import_module(f"lerobot.policies.{case}.modeling_{case}")
     build_paligemma = module.PaliGemmaForConditionalGenerationWithPiGemma
     build_expert = module.PiGemmaForCausalLM
 

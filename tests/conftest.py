@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests. Property tests draw the same examples in every run and have no deadline."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from jaxtyping import install_import_hook
 
 from tests.testing.pauses import Pauses
 
+# JAX and NNX create so many objects that looking for cycles of garbage takes a tenth of the time by default.
+gc.set_threshold(50_000, 20, 20)
 # Check array shapes at every call. The hook must be installed before the package is imported.
 install_import_hook("jaxmodels", "beartype.beartype")
 pytest_plugins = ["tests.testing.compiling", "tests.testing.peers"]
@@ -38,6 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("timed")
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: (not any(item.path.is_relative_to(TESTS / path) for path in LONG), -size[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
