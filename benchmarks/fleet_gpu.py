@@ -3,6 +3,7 @@
     python -m benchmarks.fleet_gpu --policy pi05          # a chunk every 0.5 s
     python -m benchmarks.fleet_gpu --policy act           # a chunk every 0.2 s
     python -m benchmarks.fleet_gpu --quick                # a small policy on this processor, in less than two minutes
+    python -m benchmarks.fleet_gpu --policy small --frame 96x96 --robots 16,64    # requests that cost little to decode
 
 Starts ``robojax serve`` and one process for each robot. A robot sends three JPEG pictures of 480x640 and its joints
 over ``WS /stream`` with ``robojax.client``, once in a period. A chunk is late if it arrives more than a period after
@@ -94,12 +95,12 @@ def write_policy(name: str, folder: Path) -> None:
 # A robot's process.
 
 
-def make_picture(seed: int) -> tuple[bytes, np.ndarray]:
+def make_picture(seed: int, frame: tuple[int, int] = FRAME) -> tuple[bytes, np.ndarray]:
     """Return a JPEG file and its original: soft shapes, objects with edges and a camera's noise."""
     from PIL import Image, ImageDraw
 
     random = np.random.default_rng(seed)
-    (height, width), shrink = FRAME, 16
+    (height, width), shrink = frame, 16
     coarse = random.integers(0, 256, (height // shrink, width // shrink, 3), np.uint8)
     scene = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
     for left, top, wide, high, *colour in random.integers(
@@ -112,11 +113,11 @@ def make_picture(seed: int) -> tuple[bytes, np.ndarray]:
     return file.getvalue(), noisy
 
 
-def drive(url: str, number: int, fleet: Fleet) -> None:
+def drive(url: str, number: int, fleet: Fleet, frame: tuple[int, int]) -> None:
     """Ask for chunks in the rides that standard input orders."""
     from robojax.client import Client, RobojaxError
 
-    images = {camera: make_picture(3 * number + place)[0] for place, camera in enumerate(fleet.cameras)}
+    images = {camera: make_picture(3 * number + place, frame)[0] for place, camera in enumerate(fleet.cameras)}
     state = np.zeros(fleet.joints, np.float32)
     with Client(url, timeout=300) as client, client.session(f"robot{number}").stream() as stream:
         stream.act(images, state)  # The server compiles for these pictures.
@@ -161,8 +162,8 @@ def busy_share() -> Iterator[list[float]]:
 class Scene:
     """A server with one policy and its robots."""
 
-    def __init__(self, stack: ExitStack, name: str, folder: Path, server: Sequence[str]):
-        self._stack, self._name, self._fleet, self._folder = stack, name, FLEETS[name], folder
+    def __init__(self, stack: ExitStack, name: str, folder: Path, server: Sequence[str], frame: tuple[int, int]):
+        self._stack, self._name, self._fleet, self._folder, self._frame = stack, name, FLEETS[name], folder, frame
         self._server = stack.enter_context(
             child("-m", "robojax.cli", "serve", "--port", "0", "--state", "off", *server)
         )
@@ -175,7 +176,8 @@ class Scene:
         try:
             for number in range(present, count):
                 self._create_session(f"robot{number}", UNLIMITED_RATE)
-                command = ("-m", "benchmarks.fleet_gpu", "--robot", self.url, str(number), "--policy", self._name)
+                command = ["-m", "benchmarks.fleet_gpu", "--robot", self.url, str(number)]
+                command += ["--policy", self._name, "--frame", write_frame(self._frame)]
                 self._robots.append(self._stack.enter_context(child(*command)))
         finally:  # If a session is refused, smaller fleets are still measured.
             for robot in self._robots[present:]:
@@ -274,7 +276,7 @@ def measure(options: argparse.Namespace, folder: Path, note: Callable[..., None]
     rides: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
         began = time.monotonic()
-        scene = Scene(stack, options.policy, folder, server)
+        scene = Scene(stack, options.policy, folder, server, options.frame)
         scene.add_robots(1)
         first = time.monotonic() - began
         time.sleep(REPORTED)
@@ -314,11 +316,23 @@ def read_numbers(text: str) -> list[int]:
     return sorted(map(int, text.split(",")))
 
 
+def read_frame(text: str) -> tuple[int, int]:
+    height, width = map(int, text.split("x"))
+    return height, width
+
+
+def write_frame(frame: tuple[int, int]) -> str:
+    return "x".join(map(str, frame))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", choices=tuple(FLEETS), default="pi05")
     parser.add_argument("--device", help="as of robojax serve, e.g. cuda:0; default: JAX's choice")
     parser.add_argument("--quick", action="store_true", help="a small policy, rides of 4 s, at most 16 robots")
+    parser.add_argument(
+        "--frame", type=read_frame, default=FRAME, help="HEIGHTxWIDTH of the pictures; default: 480x640"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each ride")
     parser.add_argument("--robots", type=read_numbers, help="numbers of robots to try instead of a search: 8,16,32")
     parser.add_argument("--most", type=int, default=256, help="largest number of robots")
@@ -328,7 +342,7 @@ def main() -> None:
     parser.add_argument("--robot", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.robot is not None:
-        drive(options.robot[0], int(options.robot[1]), FLEETS[options.policy])
+        drive(options.robot[0], int(options.robot[1]), FLEETS[options.policy], options.frame)
         return
     if options.quick:
         options.policy, options.seconds, options.most, options.largest_batch = "small", 4.0, 16, 4
@@ -340,7 +354,7 @@ def main() -> None:
         quiet,
         policy=options.policy,
         period_s=fleet.period,
-        pictures=f"{len(fleet.cameras)} JPEG files of {FRAME[0]}x{FRAME[1]}",
+        pictures=f"{len(fleet.cameras)} JPEG files of {write_frame(options.frame)}",
         seconds=options.seconds,
     )
     output = options.output or RESULTS / f"fleet_gpu_{options.policy}.json"
