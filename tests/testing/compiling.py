@@ -42,7 +42,7 @@ def compiling_quickly() -> Iterator[None]:
 
 
 PROGRAMS = "PYTEST_PROGRAMS"
-WORTH_KEEPING = 0.2  # Seconds of compilation; reading a program back takes a few hundredths of a second.
+WORTH_KEEPING = 1.0  # Seconds of compilation; writing and reading programs of less time takes longer than it saves.
 
 
 def pytest_configure(config: pytest.Config) -> None:
