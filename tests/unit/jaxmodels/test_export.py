@@ -48,16 +48,26 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     reset_cache()
 
 
-@pytest.fixture
-def source(small: Any, checkpoint_of: Any, tmp_path: Path) -> Path:
-    lerobot_folder.write_checkpoint(tmp_path / "source", checkpoint_of(small(cameras=("front",)), rate=25.0))
-    return tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(small: Any, checkpoint_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policies") / "source"
+    lerobot_folder.write_checkpoint(folder, checkpoint_of(small(cameras=("front",)), rate=25.0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported_once(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a bundle, and with the user cache that trusts it."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        export_policy(source, folder / "bundle", "cpu")
+    return folder
 
 
 @pytest.fixture
-def exported(source: Path, tmp_path: Path) -> Path:
-    export_policy(source, tmp_path / "bundle", "cpu")
-    return tmp_path / "bundle"
+def exported(exported_once: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(exported_once, tmp_path, dirs_exist_ok=True) / "bundle"
 
 
 def list_executables(tmp_path: Path) -> set[str]:
@@ -66,19 +76,19 @@ def list_executables(tmp_path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", ["act", PI05, "diffusion_batch_norm_ddim"])
 def test_bundle_acts_like_its_source_without_compiling(name: str, source: Path, golden_folder, tmp_path: Path) -> None:
-    folder = source if name == "act" else golden_folder(name)
+    folder, batches = (source, (1, 2)) if name == "act" else (golden_folder(name), (2,))
     original, steps = jaxmodels.load_policy(folder), []
-    bundle = export_policy(folder, tmp_path / "bundle", "cpu", batch_sizes=(1, 2), on_progress=steps.append)
+    bundle = export_policy(folder, tmp_path / "bundle", "cpu", batch_sizes=batches, on_progress=steps.append)
     assert steps[:3] == ["reading", "ready", "writing weights"]
     assert steps[-1] == "compiling batch 2"
     manifest = bundle.manifest
-    assert (manifest.platform, manifest.dtype, manifest.batch_sizes) == ("cpu", "float32", (1, 2))
+    assert (manifest.platform, manifest.dtype, manifest.batch_sizes) == ("cpu", "float32", batches)
     assert list_executables(tmp_path) == set()
     loaded = jaxmodels.load_policy(tmp_path / "bundle")
     given = list_executables(tmp_path)
     assert given == set(load_file(bundle.folder / bundles.EXECUTABLES))
     needs = original.requirements
-    for batch in (1, 2):
+    for batch in batches:
         lead = (batch, needs.observation_steps) if needs.observation_steps > 1 else (batch,)
         seen: dict[str, Any] = {
             f"observation.images.{camera}": np.full((*lead, *size, 3), 99, np.uint8)
