@@ -19,7 +19,8 @@ from tests.testing.transformers import random_transformer
 
 ROOT = Path(__file__).parents[3]
 SMALL: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
-PROGRAM = """
+OF_MODELS = 3 * (1 + 2 * 4)  # Errors of models; those of policies follow.
+MODELS = """
 import jax, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -44,7 +45,8 @@ cases = {
     ),
 }
 both = {**TENSOR_PARALLEL, **FULLY_SHARDED}
-meshes = {(2, 4): (TENSOR_PARALLEL, FULLY_SHARDED, both)} | {(1, count): (TENSOR_PARALLEL,) for count in (2, 4, 8)}
+# Four parts have one head each. With eight, a head has two parts.
+meshes = {(2, 4): (TENSOR_PARALLEL, FULLY_SHARDED, both), (1, 8): (TENSOR_PARALLEL,)}
 for kind, (config, call) in cases.items():
     model = random_transformer(**small, **config)
     single = np.asarray(model(**call).sample)
@@ -64,9 +66,8 @@ for kind, (config, call) in cases.items():
             assert len(sample.sharding.device_set) == data * parts
             print(kind, np.abs(np.asarray(sample) - single).max() / scale)
 """
-POLICY = """
+POLICIES = """
 import sys
-import jax, numpy as np
 import jaxmodels
 from jaxmodels import devices
 from robojax.cli.check import make_observation
@@ -81,7 +82,8 @@ for folder in sys.argv[1:]:
     }
     chunk = policy.act(observation)
     size = sum(weight.nbytes for weight in policy._weights.arrays)
-    for names in (["cpu:7"], *([f"cpu:{i}" for i in range(count)] for count in (2, 4, 8))):
+    # Two parts have whole heads. With eight, as with four, a head has several parts.
+    for names in (["cpu:7"], *([f"cpu:{i}" for i in range(count)] for count in (2, 8))):
         other = policy.on("+".join(names))
         held = [0] * 8
         for shard in (shard for weight in other._weights.arrays for shard in weight.addressable_shards):
@@ -92,24 +94,25 @@ for folder in sys.argv[1:]:
 """
 
 
-def measure_errors(*program: str) -> list[float]:
-    """Run a program that sees eight devices; return the second word of each line that it prints."""
+@pytest.fixture(scope="module")
+def errors(small_folder: Callable[[str], Path]) -> list[float]:
+    """Run both programs in a process that sees eight devices; return the second word of each line that they print."""
     options = {"env": process_environment(devices=8, quick=True), "capture_output": True, "text": True}
-    result = subprocess.run([sys.executable, "-c", *program], timeout=500, check=False, cwd=ROOT, **options)
+    folders = [str(small_folder(kind)) for kind in policy_types()]
+    command = [sys.executable, "-c", MODELS + POLICIES, *folders]
+    result = subprocess.run(command, timeout=500, check=False, cwd=ROOT, **options)
     assert result.returncode == 0, result.stderr
     return [float(line.split()[1]) for line in result.stdout.splitlines()]
 
 
-def test_parallel_forward_equals_forward_on_one_device() -> None:
-    errors = measure_errors(PROGRAM)
-    assert len(errors) == 3 * (1 + 2 * 6)
-    assert max(errors) < 2e-6
+def test_parallel_forward_equals_forward_on_one_device(errors: list[float]) -> None:
+    assert len(errors) == OF_MODELS + 3 * len(policy_types())
+    assert max(errors[:OF_MODELS]) < 2e-6
 
 
-def test_copied_or_split_policies_act_as_on_one_device(small_folder: Callable[[str], Path]) -> None:
-    errors = measure_errors(POLICY, *(str(small_folder(kind)) for kind in policy_types()))
-    found = dict(zip(policy_types(), (errors[i : i + 4] for i in range(0, len(errors), 4)), strict=True))
-    assert all(copied == 0 and len(split) == 3 and max(split) < 1e-5 for copied, *split in found.values()), found
+def test_copied_or_split_policies_act_as_on_one_device(errors: list[float]) -> None:
+    found = dict(zip(policy_types(), np.reshape(errors[OF_MODELS:], (-1, 3)), strict=True))
+    assert all(copied == 0 and max(split) < 1e-5 for copied, *split in found.values()), found
 
 
 def test_each_weight_names_its_axes() -> None:
