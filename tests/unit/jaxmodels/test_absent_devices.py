@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 ABSENT = ("cuda", "tpu")
 # Neither a question to a cloud's metadata server, nor a lock against other tests.
 TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "ROBOJAX_COMPILE_CACHE": "off"}
-every_type = pytest.mark.parametrize("kind", policy_types())
+every_type = pytest.mark.parametrize("kind", policy_types(), scope="module")
 TPU = """
 import sys
 from dataclasses import replace
@@ -44,19 +44,20 @@ print(chip.device_kind)
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def policy(kind: str, small_folder: Callable[[str], Path]) -> jaxmodels.Policy:
     return jaxmodels.load_policy(small_folder(kind), device="cpu")
 
 
-@pytest.fixture
-def served(policy: jaxmodels.Policy, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Any, ...], np.ndarray]:
+@pytest.fixture(scope="module")
+def served(policy: jaxmodels.Policy) -> tuple[tuple[Any, ...], np.ndarray]:
     """Return arguments of a policy's program, and the chunk that is served for them."""
-    monkeypatch.setattr(pi0_config, "SHORT_PROMPTS", ())  # The exported program reads the longest prompt.
     passed: list[Any] = []
     run = policy._run
-    monkeypatch.setattr(policy, "_run", lambda program, arrays: passed.append(arrays) or run(program, arrays))
-    chunk = policy.act(make_observation(policy.requirements))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pi0_config, "SHORT_PROMPTS", ())  # The exported program reads the longest prompt.
+        patch.setattr(policy, "_run", lambda program, arrays: passed.append(arrays) or run(program, arrays))
+        chunk = policy.act(make_observation(policy.requirements))
     return (policy._weights.arrays, policy._weights.scales, *passed), chunk
 
 
@@ -77,7 +78,7 @@ def test_policy_is_lowered_for_gpus_and_tpus(policy: jaxmodels.Policy, served: A
 
 
 @pytest.mark.needs_peers
-@pytest.mark.parametrize("kind", ["act", "pi05"])
+@pytest.mark.parametrize("kind", ["act", "pi05"], scope="module")
 def test_exported_policy_survives_a_round_trip(policy: jaxmodels.Policy, served: Any) -> None:
     require_peers("flatbuffers")
     arguments, chunk = served
