@@ -12,7 +12,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.data import open_dataset
-from tests.testing.compiling import process_environment
+from tests.testing.compiling import compiling_quickly, process_environment
 from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
 
@@ -78,5 +78,6 @@ def test_a_resumed_training_run_reaches_the_same_policy(files: Path) -> None:
     expected = np.load(files / "run" / "chunk.npy")
     state, picture = np.zeros((1, 6), np.float32), np.zeros((1, 32, 32, 3), np.uint8)
     for folder in (files / "before", files / "run" / "policy"):
-        chunk = jaxmodels.load_policy(folder).act({"observation.state": state, "observation.images.front": picture})
+        with compiling_quickly():
+            chunk = jaxmodels.load_policy(folder).act({"observation.state": state, "observation.images.front": picture})
         np.testing.assert_allclose(chunk, expected, atol=1e-4 * np.abs(expected).max())
