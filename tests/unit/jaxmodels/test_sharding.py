@@ -99,8 +99,7 @@ for folder in sys.argv[1:]:
 def errors(small_folder: Callable[[str], Path]) -> dict[str, list[float]]:
     """Run both programs in a process that sees eight devices; return the errors that they print for each model."""
     options = {"env": process_environment(devices=8, quick=True), "capture_output": True, "text": True}
-    folders = [str(small_folder(kind)) for kind in policy_types()]
-    command = [sys.executable, "-c", MODELS + POLICIES, *folders]
+    command = [sys.executable, "-c", MODELS + POLICIES, *(str(small_folder(kind)) for kind in policy_types())]
     result = subprocess.run(command, timeout=500, check=False, cwd=ROOT, **options)
     assert result.returncode == 0, result.stderr
     found: dict[str, list[float]] = {}

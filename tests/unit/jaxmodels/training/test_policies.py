@@ -39,7 +39,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(folder)
 
 
-# ACT has its own tests in `test_training.py`, and so has Diffusion Policy, because its ResNet compiles for long.
+# ACT has its own tests in `test_training.py`, and Diffusion Policy below, because its ResNet compiles for long.
 @pytest.mark.parametrize("kind", [kind for kind in trained_types() if kind not in ("act", "diffusion")])
 def test_trained_policy_is_usable(kind: str, two_tasks: Dataset, clip: Path, tmp_path: Path, config) -> None:
     if kind == "diffusion2d":
