@@ -23,6 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_diffusion"
 LOSSES = GOLDEN.parent / "lerobot_losses" / "diffusion"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 BATCH_NORM = "diffusion_batch_norm_ddim"
+OPTIMIZED = (BATCH_NORM, "cpu")  # Compiled like users do.
 pytestmark = pytest.mark.fully_compiled
 # The program runs once and has hundreds of tensors, so optimizing it takes longer than it saves.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -45,7 +46,9 @@ def chunks(name: str):
 
 
 @pytest.mark.parametrize(("name", "platform"), [*((name, "cpu") for name in NAMES), (BATCH_NORM, "gpu")])
-def test_chunks_equal_lerobot(name: str, platform: str, golden_folder) -> None:
+def test_chunks_equal_lerobot(name: str, platform: str, golden_folder, request: pytest.FixtureRequest) -> None:
+    if (name, platform) != OPTIMIZED:
+        request.getfixturevalue("quick_compilation")
     policy = jaxmodels.load_policy(golden_folder(name), platform=platform)
     found = list(chunks(name))
     assert len(found) == 2

@@ -35,7 +35,7 @@ def read_arrays(name: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_equal_lerobot(name: str, golden_folder, request: pytest.FixtureRequest) -> None:
-    if not name.startswith("smolvla"):
+    if name != "smolvla_empty_camera":  # This policy is compiled like users do.
         request.getfixturevalue("quick_compilation")
     io = read_arrays(name)
     observation: dict[str, Any] = {key.removeprefix("in.0."): io[key] for key in io if key.startswith("in.0.obs")}

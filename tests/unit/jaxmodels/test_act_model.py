@@ -39,18 +39,13 @@ def resized(config: ActConfig, *sizes: tuple[int, int]) -> ActConfig:
 
 
 VARIANTS = {
-    "small_cnn": {"cameras": ("front",)},
     "three_small": {"cameras": ("a", "b", "c"), "environment": 3},
     "three_large": {"cameras": ("a", "b", "c")},
-    "resnet18": {"cameras": ("a",), "vision_backbone": "resnet18"},
     "odd_sizes": {"cameras": ("a", "b"), "vision_backbone": "resnet18", "state": None},
     "dilated": {"cameras": ("a",), "vision_backbone": "resnet50", "replace_final_stride_with_dilation": True},
-    "pre_norm": {"pre_norm": True},
     "pre_norm_three_decoder_layers": {"pre_norm": True, "n_decoder_layers": 3, "cameras": ("front",)},
-    "two_decoder_layers": {"n_decoder_layers": 2},
-    "gelu": {"feedforward_activation": "gelu"},
-    "glu": {"feedforward_activation": "glu"},
-    "no_state": {"state": None},
+    "gelu_two_decoder_layers": {"feedforward_activation": "gelu", "n_decoder_layers": 2},
+    "glu_no_state": {"feedforward_activation": "glu", "state": None},
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import jaxmodels
 from jaxmodels.memory import _list_inner, measure_program
 from jaxmodels.policies import get_policy_type, policy_types
+from jaxmodels.program import Programs
 from jaxmodels.roofline import ACCELERATORS, ChunkWork, PartWork, count_work
 from tests.unit.jaxmodels.test_sizes import inputs_of, programs_of
 
@@ -27,8 +28,15 @@ def pi05() -> Any:
     return get_policy_type("pi05").config({"type": "pi05", **FEATURES})
 
 
-def count(config: Any, batch: int = 1) -> ChunkWork:
-    return count_work(programs_of(config, "gpu", jnp.bfloat16), inputs_of(config, batch, continues=False))
+@pytest.fixture(scope="module")
+def programs(pi05: Any) -> Programs:
+    return programs_of(pi05, "gpu", jnp.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def work(pi05: Any, programs: Programs) -> ChunkWork:
+    """Return the work for one robot."""
+    return count_work(programs, inputs_of(pi05, continues=False))
 
 
 def find_loops(program: Any) -> Iterator[Any]:
@@ -39,8 +47,7 @@ def find_loops(program: Any) -> Iterator[Any]:
             yield from find_loops(inner)
 
 
-def test_work_of_pi05_equals_the_count_by_hand(pi05: Any) -> None:
-    work = count(pi05)
+def test_work_of_pi05_equals_the_count_by_hand(work: ChunkWork) -> None:
     tera = [part.operations / 1e12 for part in work.parts]
     assert [part.name for part in work.parts] == ["frames", "vision", "prefix", "denoise"]
     assert tera == pytest.approx([0, 0.66, 3.76, 0.39], rel=0.02)
@@ -49,24 +56,24 @@ def test_work_of_pi05_equals_the_count_by_hand(pi05: Any) -> None:
     assert work.memory == pytest.approx(2 * 3.35e9, rel=0.1)
 
 
-def test_step_of_pi05_reads_the_expert_and_the_cache(pi05: Any) -> None:
-    traced = programs_of(pi05, "gpu", jnp.bfloat16).trace(inputs_of(pi05, continues=False))["denoise"]
+def test_step_of_pi05_reads_the_expert_and_the_cache(pi05: Any, programs: Programs) -> None:
+    traced = programs.trace(inputs_of(pi05, continues=False))["denoise"]
     [loop] = [eqn for eqn in find_loops(traced.jaxpr.jaxpr) if eqn.params["length"] == pi05.num_inference_steps]
     step = measure_program(loop.params["jaxpr"])
     assert step.traffic == pytest.approx(623e6 + 19e6, rel=0.02)
     assert step.operations == pytest.approx(39e9, rel=0.02)
 
 
-def test_weights_are_read_once_for_a_batch(pi05: Any) -> None:
-    one, many = count(pi05), count(pi05, 16)
-    for single, together in zip(one.parts, many.parts, strict=True):
+def test_weights_are_read_once_for_a_batch(pi05: Any, programs: Programs, work: ChunkWork) -> None:
+    many = count_work(programs, inputs_of(pi05, 16, continues=False))
+    for single, together in zip(work.parts, many.parts, strict=True):
         # The modulations of the steps are computed once.
         assert together.operations == pytest.approx(16 * single.operations, rel=0.02)
     cache, inputs = 10 * 19e6, 3 * 3 * 480 * 640
-    grown = sum(part.traffic for part in many.parts) - sum(part.traffic for part in one.parts)
+    grown = sum(part.traffic for part in many.parts) - sum(part.traffic for part in work.parts)
     assert grown == pytest.approx(15 * (cache + inputs), rel=0.05)
     # A batch is bound by arithmetic where one robot is bound by memory.
-    assert [part.bound(H200, "bfloat16")[1] for part in one.parts] == ["memory", "compute", "compute", "memory"]
+    assert [part.bound(H200, "bfloat16")[1] for part in work.parts] == ["memory", "compute", "compute", "memory"]
     assert [part.bound(H200, "bfloat16")[1] for part in many.parts] == ["memory", *["compute"] * 3]
 
 
@@ -92,9 +99,9 @@ def test_each_device_kind_belongs_to_one_accelerator() -> None:
 @pytest.mark.parametrize("kind", policy_types())
 def test_parts_of_every_type_have_work(kind: str, small_folder: Any) -> None:
     policy = jaxmodels.load_policy(small_folder(kind), device="cpu")
-    work = policy.count_work(2, "bfloat16")
+    asked = "bfloat16" if kind == "act" else None  # The other types are counted in their own dtype.
+    work = policy.count_work(2, asked)
     assert [part.name for part in work.parts] == ["frames", *(stage.name for stage in get_policy_type(kind).stages)]
     assert all(part.operations > 0 for part in work.parts[1:])
     assert all(part.traffic > 0 for part in work.parts)
-    assert (work.batch, work.dtype) == (2, "bfloat16")
-    assert policy.count_work().dtype == get_policy_type(kind).accelerator_dtype
+    assert (work.batch, work.dtype) == (2, asked or get_policy_type(kind).accelerator_dtype)
