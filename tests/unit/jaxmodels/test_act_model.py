@@ -1,6 +1,7 @@
 """ACT's module, and its forward pass over serving weights."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmodels.layers.vision import measure_feature_map
+from jaxmodels.layers.vision import RESNETS, measure_feature_map
 from jaxmodels.policies.act import model
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act, act
@@ -16,6 +17,16 @@ from jaxmodels.policies.act.weights import prepare
 from jaxmodels.policy import Policy
 from jaxmodels.types import Feature, Observation
 from jaxmodels.weights import blueprint_of
+
+
+@pytest.fixture
+def short_resnets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep one block of each kind: with and without a projection, and dilated."""
+    monkeypatch.setitem(RESNETS, "resnet18", (False, (2, 1, 1, 2)))
+    monkeypatch.setitem(RESNETS, "resnet50", (True, (1, 2, 1, 2)))
+    blueprint_of.cache_clear()
+    yield
+    blueprint_of.cache_clear()
 
 
 def normalised(config: ActConfig, batch: int = 2, seed: int = 0) -> Observation:
@@ -49,6 +60,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.usefixtures("short_resnets")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_serving_weights_give_the_same_chunk(name: str, small, checkpoint_of, monkeypatch) -> None:
     config = small(**VARIANTS[name])
@@ -70,6 +82,7 @@ def test_serving_weights_give_the_same_chunk(name: str, small, checkpoint_of, mo
         np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.usefixtures("short_resnets")
 def test_swapped_weights_for_a_gpu_give_the_same_chunk(small, checkpoint_of, observation_of) -> None:
     config = small(cameras=("a",), vision_backbone="resnet18")
     wanted = Policy(checkpoint_of(config, seed=1), device="cpu").act(observation_of(config))

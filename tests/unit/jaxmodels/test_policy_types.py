@@ -113,17 +113,21 @@ def test_saved_policy_follows_the_same_instructions(kind: str, tmp_path: Path) -
     policy = jaxmodels.Policy(make_checkpoint(config))
     assert policy.requirements.language
     pictures = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), np.uint8)
-    observation = {**observe(config, 1), CAMERA.name: pictures, **plan([0], [0])}
-    red, blue = (policy.act({**observation, "task": [f"lift the {colour} cube"]}) for colour in ("red", "blue"))
+    both = {name: np.repeat(x, 2, axis=0) for name, x in {**observe(config, 1), CAMERA.name: pictures}.items()}
+    both |= plan([0, 0], [0, 0])
+
+    def act(policy: jaxmodels.Policy, *colours: str) -> np.ndarray:
+        return policy.act({**both, "task": np.array([f"lift the {colour} cube" for colour in colours])})
+
+    (red, _), (blue, _) = act(policy, "red", "red"), act(policy, "blue", "blue")
     least = {"tokens2d": 1e-4}.get(kind, 1e-3)  # In a range of 100.
     assert np.abs(red - blue).max() > 2 * least
-    both = {name: np.repeat(array, 2, axis=0) for name, array in observation.items()}
-    together = policy.act({**both, "task": np.array(["lift the blue cube", "lift the red cube"])})
-    np.testing.assert_allclose(together, np.concatenate((blue, red)), atol=least)
+    together = act(policy, "blue", "red")
+    np.testing.assert_allclose(together, np.stack((blue, red)), atol=least)
     policy.save(tmp_path / "policy")
     assert jaxmodels.read_requirements(tmp_path / "policy").language
     again = jaxmodels.load_policy(tmp_path / "policy", like=policy)
-    np.testing.assert_array_equal(again.act({**observation, "task": np.array(["lift the red cube"])}), red)
+    np.testing.assert_array_equal(act(again, "blue", "red"), together)
 
 
 @every_type
@@ -186,59 +190,38 @@ def language_of(model: Any) -> Any:
     return model.read(jnp.arange(18).reshape(3, 6), jnp.ones((3, 6), bool))
 
 
-@every_type
-def test_masked_padded_steps_do_not_change_the_loss(kind: str) -> None:
-    masks = {} if kind == "act" else {"do_mask_loss_for_padding": True}  # ACT always masks.
-    model = random_model(dataclasses.replace(WHOLES[kind], **masks))
-    observation, actions, is_pad = random_batch(WHOLES[kind], 3)
-    seen = observation._replace(language=jax.jit(language_of)(model))
-    value = jax.jit(lambda *batch: model.loss(seen, *batch)[0])
-    other = jnp.where(is_pad[..., None], -0.9, actions)
-    np.testing.assert_array_equal(value(other, is_pad), value(actions, is_pad))
-    nothing = jnp.zeros_like(is_pad)
-    assert value(other, nothing) != value(actions, nothing)
-
-
-@every_type
-def test_training_draws_noise_and_dropout_and_evaluation_neither(kind: str) -> None:
-    model = random_model(dataclasses.replace(WHOLES[kind], dropout=0.1))
-    observation, actions, is_pad = random_batch(WHOLES[kind], 3)
-    seen = observation._replace(language=jax.jit(language_of)(model))
-    evaluate = jax.jit(lambda seen: model.loss(seen, actions, is_pad)[0])
-
-    @jax.jit
-    def loss(noise: jax.Array, dropout: jax.Array) -> jax.Array:
-        return model.loss(seen, actions, is_pad, nnx.Rngs(noise=noise, latent=noise, dropout=dropout))[0]
-
-    value = float(evaluate(seen))
-    assert value == float(evaluate(seen))
-    keys = key_of(0), key_of(1)
-    drawn = float(loss(keys[0], keys[0]))
-    assert drawn == float(loss(keys[0], keys[0]))
-    assert len({value, drawn, *(float(loss(*other)) for other in (keys, keys[::-1]))}) == 4
-
-
 # The bias of a key changes no probability, and ACT's decoder begins with equal zeros.
 NO_INFLUENCE = r"\.key\.bias$|^decoder\.layers\.0\.self_attention\.(query|key|value\.kernel)"
 
 
 @every_type
-def test_gradient_reaches_each_weight(kind: str) -> None:
-    model = random_model(WHOLES[kind])
+def test_training_draws_ignores_padding_and_reaches_each_weight(kind: str) -> None:
+    masks = {} if kind == "act" else {"do_mask_loss_for_padding": True}  # ACT always masks.
+    config = dataclasses.replace(WHOLES[kind], dropout=0.1, **masks)
+    model = random_model(config)
     graph, weights, rest = nnx.split(model, nnx.Param, ...)
-    observation, actions, is_pad = random_batch(WHOLES[kind], 3)
+    observation, actions, is_pad = random_batch(config, 3)
+    seen = observation._replace(language=jax.jit(language_of)(model))
+    evaluate = jax.jit(lambda *batch: model.loss(seen, *batch)[0])
+    value = float(evaluate(actions, is_pad))
+    other, nothing = jnp.where(is_pad[..., None], -0.9, actions), jnp.zeros_like(is_pad)
+    assert float(evaluate(other, is_pad)) == value
+    assert evaluate(other, nothing) != evaluate(actions, nothing)
 
     @jax.jit
-    def gradient(weights):
-        def loss(weights):
-            model = nnx.merge(graph, weights, rest)
-            seen = observation._replace(language=language_of(model))
-            return model.loss(seen, actions, is_pad, nnx.Rngs(noise=key_of(0), latent=key_of(1), dropout=key_of(2)))[0]
+    @jax.value_and_grad
+    def loss(weights: Any, noise: jax.Array, dropout: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, weights, rest)
+        seen = observation._replace(language=language_of(model))
+        return model.loss(seen, actions, is_pad, nnx.Rngs(noise=noise, latent=noise, dropout=dropout))[0]
 
-        return jax.grad(loss)(weights)
-
-    plan = blueprint_of(get_policy_type(kind).model, WHOLES[kind])
-    parts = dict(zip(plan.learned, jax.tree.leaves(gradient(weights)), strict=True))
+    one, two = key_of(0), key_of(1)
+    drawn, gradient = loss(weights, one, one)
+    draws = [float(loss(weights, *keys)[0]) for keys in ((one, one), (one, two), (two, one))]
+    assert draws[0] == drawn
+    assert len({value, *draws}) == 4
+    plan = blueprint_of(get_policy_type(kind).model, config)
+    parts = dict(zip(plan.learned, jax.tree.leaves(gradient), strict=True))
     assert all(np.isfinite(part).all() for part in parts.values())
     assert [n for n, part in parts.items() if not np.abs(part).max() > 1e-9 and not re.search(NO_INFLUENCE, n)] == []
     assert any("backbone" in name for name in parts)
