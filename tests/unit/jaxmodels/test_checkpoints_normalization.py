@@ -220,22 +220,26 @@ def test_requirements_use_the_robots_camera_names(small, checkpoint_of, tmp_path
     assert jaxmodels.load_policy(tmp_path / "saved").requirements == policy.requirements
 
 
-@pytest.mark.parametrize("camera", ["Top Cam", "caméra", "上", "a.b/c", "4: left"])
-def test_cameras_may_have_any_name(small, checkpoint_of, observation_of, tmp_path: Path, camera: str) -> None:
-    config = small(cameras=(camera, "wrist"))
+def test_cameras_may_have_any_name(small, checkpoint_of, observation_of, tmp_path: Path) -> None:
+    cameras = ("Top Cam", "caméra", "上", "a.b/c", "4: left")
+    config = small(cameras=cameras)
     lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(config))
-    assert list(jaxmodels.read_requirements(tmp_path / "policy").cameras) == [camera, "wrist"]
+    assert tuple(jaxmodels.read_requirements(tmp_path / "policy").cameras) == cameras
     policy, seen = jaxmodels.load_policy(tmp_path / "policy"), observation_of(config)
     chunk = policy.act(seen)
-    picture = seen.pop(f"observation.images.{camera}")
-    with pytest.raises(ObservationError, match=re.escape(f"observation.images.{camera} is missing")):
-        policy.act(seen)
-    with pytest.raises(ObservationError, match=re.escape(f"observation.images.{camera} has shape")):
-        policy.act({**seen, f"observation.images.{camera}": picture[..., :1]})
-    with pytest.raises(ConfigError, match=re.escape(f"which has {', '.join(sorted((camera, 'wrist')))}")):
+    for camera in cameras:
+        name = f"observation.images.{camera}"
+        with pytest.raises(ObservationError, match=re.escape(f"{name} is missing")):
+            policy.act({other: array for other, array in seen.items() if other != name})
+        with pytest.raises(ObservationError, match=re.escape(f"{name} has shape")):
+            policy.act({**seen, name: seen[name][..., :1]})
+    with pytest.raises(ConfigError, match=re.escape(f"which has {', '.join(sorted(cameras))}")):
         jaxmodels.load_policy(tmp_path / "policy", rename={"front": "top"})
-    renamed = jaxmodels.load_policy(tmp_path / "policy", rename={camera: "front"})
-    np.testing.assert_array_equal(renamed.act({**seen, "observation.images.front": picture}), chunk)
+    rename = {camera: f"front{number}" for number, camera in enumerate(cameras)}
+    renamed = jaxmodels.load_policy(tmp_path / "policy", rename=rename)
+    for camera, other in rename.items():
+        seen[f"observation.images.{other}"] = seen.pop(f"observation.images.{camera}")
+    np.testing.assert_array_equal(renamed.act(seen), chunk)
 
 
 def old_style(folder: Path) -> dict[str, np.ndarray]:
