@@ -40,11 +40,16 @@ def prepare_case(name: str, batch: int = 2) -> tuple[dict[str, Any], dict[str, A
     return config, inputs
 
 
-@pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
-def test_compiled_traced_and_eager_agree(name: str) -> None:
-    config, inputs = prepare_case(name)
+@pytest.fixture(scope="module", params=[name for name in KINDS if name != "continuous"])
+def case(request: pytest.FixtureRequest) -> tuple[str, Any, dict[str, Any], np.ndarray]:
+    """Return the name of a kind, a model, its arguments for a batch of three, and its output."""
+    config, inputs = prepare_case(request.param, batch=3)
     model = model_of(config)
-    wanted = np.asarray(model(**inputs).sample)
+    return request.param, model, inputs, np.asarray(model(**inputs).sample)
+
+
+def test_compiled_traced_and_eager_agree(case: tuple[str, Any, dict[str, Any], np.ndarray]) -> None:
+    name, model, inputs, wanted = case
     if name == "continuous ada":  # Execution of single operations starts slowly.
         with jax.disable_jit():
             eager = np.asarray(model(**inputs).sample)
@@ -58,13 +63,11 @@ def test_compiled_traced_and_eager_agree(name: str) -> None:
     assert np.abs(np.asarray(ahead(**inputs)) - wanted).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["continuous ada", "continuous only cross", "zero", "single"])
-def test_prepared_conditioning_does_not_change_the_output(name: str) -> None:
-    config, inputs = prepare_case(name)
-    model = model_of(config)
-    wanted = np.asarray(model(**inputs).sample)
-    conditioning = model.prepare(**{key: inputs.pop(key) for key in STEADY if key in inputs})
-    found = np.asarray(model(**inputs, conditioning=conditioning).sample)
+def test_prepared_conditioning_does_not_change_the_output(case: tuple[str, Any, dict[str, Any], np.ndarray]) -> None:
+    _, model, inputs, wanted = case
+    conditioning = model.prepare(**{key: inputs[key] for key in STEADY if key in inputs})
+    others = {key: value for key, value in inputs.items() if key not in STEADY}
+    found = np.asarray(model(**others, conditioning=conditioning).sample)
     assert np.abs(found - wanted).max() <= TOLERANCE
     # Conditioning is a pytree that a caller's compiled function accepts.
     graph, state = nnx.split(model)
@@ -77,11 +80,8 @@ def test_prepared_conditioning_does_not_change_the_output(name: str) -> None:
     assert np.abs(np.asarray(run(state, inputs["hidden_states"], conditioning)) - wanted).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
-def test_element_does_not_depend_on_its_batch(name: str) -> None:
-    config, inputs = prepare_case(name, batch=3)
-    model = model_of(config)
-    together = np.asarray(model(**inputs).sample)
+def test_element_does_not_depend_on_its_batch(case: tuple[str, Any, dict[str, Any], np.ndarray]) -> None:
+    _, model, inputs, together = case
     alone = np.asarray(model(**jax.tree.map(lambda value: value[1:2], inputs)).sample)
     assert np.abs(together[1:2] - alone).max() <= TOLERANCE
 

@@ -429,7 +429,7 @@ def test_step_without_features_is_refused_by_all_families(name: str, family, cap
     assert lerobot_folder.read_checkpoint(folder.with_name("saved")).normalization.outputs.unnormalized == {"action"}
 
 
-@pytest.mark.parametrize("name", ["act_one_camera", "diffusion_two_cameras_ddpm", "smolvla_two_cameras", "tokens2d"])
+@pytest.mark.parametrize("name", ["act_state_only", "diffusion_env_state_ddim", "smolvla_two_cameras", "tokens2d"])
 @pytest.mark.parametrize(
     ("rename", "found"),
     [
