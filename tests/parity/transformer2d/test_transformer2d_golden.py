@@ -16,8 +16,7 @@ pytestmark = pytest.mark.fully_compiled
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 assert len(NAMES) == 11
-# One of each kind of input is compiled like users do.
-OPTIMIZED = ("continuous_masks", "discrete", "patches_pixart")
+OPTIMIZED = ("continuous_masks", "discrete", "patches_pixart")  # Compiled like users do.
 TOLERANCE = 1e-5  # Largest absolute difference on outputs of order 1; a tanh gelu or a wrong eps exceeds it.
 MASKS = ("attention_mask", "encoder_attention_mask")
 

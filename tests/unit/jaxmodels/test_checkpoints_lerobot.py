@@ -25,10 +25,10 @@ def folder(golden_folder, tmp_path: Path) -> Path:
 
 
 # The tensors of act_full_size are those of act_one_camera, but larger.
-NAMES = {path.parent.name for path in GOLDEN.glob("lerobot_*/[adps]*_*/io.npz")} - {"act_full_size"}
+FOLDERS = {path.parent.name for path in GOLDEN.glob("lerobot_*/[adps]*_*/io.npz")} - {"act_full_size"}
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", sorted(FOLDERS))
 def test_round_trip_is_bit_exact(name: str, golden_folder, tmp_path: Path) -> None:
     source = golden_folder(name)
     checkpoint = lerobot_folder.read_checkpoint(source)

@@ -117,9 +117,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gates"
 
 
-def test_the_gate_measures_once_and_compares_with_the_limit_of_a_load(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_measures_once_for_all_limits(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"int8 fails the gate of actions: Jaw differs from float32 by .* 16 seeded"):
         jaxmodels.load_policy(SHIPPED, dtype="int8", device="cpu")
     (file,) = kept.iterdir()
@@ -133,9 +131,7 @@ def test_the_gate_measures_once_and_compares_with_the_limit_of_a_load(
         jaxmodels.load_policy(SHIPPED, dtype="int8", device="cpu", action_error=0.05)
 
 
-def test_auto_takes_the_first_dtype_that_passes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_the_first_dtype_that_passes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(loading, "AUTO_DTYPES", {"cpu": AUTO_DTYPES["gpu"]})
     for limit, dtype in ((0.05, "int8"), (0.008, "int8-weights"), (0.001, "float32")):

@@ -23,20 +23,11 @@ H100, H200, _, V5E, _ = ACCELERATORS
 
 
 @pytest.fixture(scope="module")
-def pi05() -> Any:
-    """Return the config of pi0.5 with LeRobot's sizes: 3.35 billion parameters."""
-    return get_policy_type("pi05").config({"type": "pi05", **FEATURES})
-
-
-@pytest.fixture(scope="module")
-def programs(pi05: Any) -> Programs:
-    return programs_of(pi05, "gpu", jnp.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def work(pi05: Any, programs: Programs) -> ChunkWork:
-    """Return the work for one robot."""
-    return count_work(programs, inputs_of(pi05, continues=False))
+def pi05() -> tuple[Any, Programs, ChunkWork]:
+    """Return config, programs and work for one robot of pi0.5 with LeRobot's sizes: 3.35 billion parameters."""
+    config = get_policy_type("pi05").config({"type": "pi05", **FEATURES})
+    programs = programs_of(config, "gpu", jnp.bfloat16)
+    return config, programs, count_work(programs, inputs_of(config, continues=False))
 
 
 def find_loops(program: Any) -> Iterator[Any]:
@@ -47,7 +38,8 @@ def find_loops(program: Any) -> Iterator[Any]:
             yield from find_loops(inner)
 
 
-def test_work_of_pi05_equals_the_count_by_hand(work: ChunkWork) -> None:
+def test_work_of_pi05_equals_the_count_by_hand(pi05: Any) -> None:
+    *_, work = pi05
     tera = [part.operations / 1e12 for part in work.parts]
     assert [part.name for part in work.parts] == ["frames", "vision", "prefix", "denoise"]
     assert tera == pytest.approx([0, 0.66, 3.76, 0.39], rel=0.02)
@@ -56,16 +48,18 @@ def test_work_of_pi05_equals_the_count_by_hand(work: ChunkWork) -> None:
     assert work.memory == pytest.approx(2 * 3.35e9, rel=0.1)
 
 
-def test_step_of_pi05_reads_the_expert_and_the_cache(pi05: Any, programs: Programs) -> None:
-    traced = programs.trace(inputs_of(pi05, continues=False))["denoise"]
-    [loop] = [eqn for eqn in find_loops(traced.jaxpr.jaxpr) if eqn.params["length"] == pi05.num_inference_steps]
+def test_step_of_pi05_reads_the_expert_and_the_cache(pi05: Any) -> None:
+    config, programs, _ = pi05
+    traced = programs.trace(inputs_of(config, continues=False))["denoise"]
+    [loop] = [eqn for eqn in find_loops(traced.jaxpr.jaxpr) if eqn.params["length"] == config.num_inference_steps]
     step = measure_program(loop.params["jaxpr"])
     assert step.traffic == pytest.approx(623e6 + 19e6, rel=0.02)
     assert step.operations == pytest.approx(39e9, rel=0.02)
 
 
-def test_weights_are_read_once_for_a_batch(pi05: Any, programs: Programs, work: ChunkWork) -> None:
-    many = count_work(programs, inputs_of(pi05, 16, continues=False))
+def test_weights_are_read_once_for_a_batch(pi05: Any) -> None:
+    config, programs, work = pi05
+    many = count_work(programs, inputs_of(config, 16, continues=False))
     for single, together in zip(work.parts, many.parts, strict=True):
         # The modulations of the steps are computed once.
         assert together.operations == pytest.approx(16 * single.operations, rel=0.02)

@@ -34,10 +34,8 @@ def folder(tmp_path: Path) -> Path:
 def test_text_tower_equals_transformers(name: str) -> None:
     read = read_clip_text(GOLDEN / name)
     encode = blueprint(lambda rngs: TextEncoder(read.config, rngs=rngs)).assemble(jax.device_put(dict(read.weights)))
-    expected = CASES[f"{name}.last_hidden_state"]
-    found = np.asarray(
-        jax.jit(lambda *texts: encode(*texts))(CASES["ids"].astype(np.int32), CASES["mask"].astype(bool))
-    )
+    expected, ids, mask = CASES[f"{name}.last_hidden_state"], CASES["ids"].astype(np.int32), CASES["mask"].astype(bool)
+    found = np.asarray(jax.jit(lambda *texts: encode(*texts))(ids, mask))
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
