@@ -28,6 +28,7 @@ from tests.testing.stub_hub import StubHub
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "robojax" / "sim" / "policy"
+DEMOS = ROOT / "tests" / "golden" / "files_of_0_1" / "dataset"
 MARKED = re.compile(r"^<!-- run(?:: save (\S+))? -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if MARKED.search(page.read_text())]
 # Repositories of a reader who has trained these policies: name to golden folder.
@@ -58,6 +59,11 @@ UNET: dict[str, Any] = {
     "attention_head_dim": 2,
     "norm_num_groups": 4,
 }
+# Shorter commands with the same effect: few timed inferences, a short motion, two demonstrations.
+SHORTER = {r"^(robojax check\b[^#\n]*)": r"\1 --runs 5 ", r"^sleep 5$": "sleep 1", r"--episodes 3\b": "--episodes 2"}
+# Commands without effects; README.md runs them first. datasets.md records the demonstrations of training.md.
+ONLY_PRINTING = re.compile(r"^robojax (?:check|doctor)\b[^#\n]*", re.MULTILINE)
+RECORDING = "robojax record-demo demos --episodes 3"
 SERVES = re.compile(r"robojax serve|/sessions|\.session\(")
 WAIT = 300  # Seconds that a page may take on a busy machine.
 
@@ -79,8 +85,9 @@ def hub(golden_folder: Callable[[str], Path]) -> Iterator[StubHub]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Return a folder with the files of a clone that the guides read. The guides may write to it."""
+    """Return a folder with the files of a clone, and demonstrations; the guides may write to it."""
     folder = tmp_path / "clone"
+    shutil.copytree(DEMOS, folder / "recorded", copy_function=shutil.copyfile)
     shutil.copytree(POLICY, folder / "robojax" / "sim" / "policy")
     (folder / ".venv").symlink_to(sys.prefix)
     write_unet(folder / "stable-diffusion" / "unet")
@@ -118,8 +125,16 @@ def script_of(page: Path) -> str:
                 parts.append(f"echo block{number}.py >&${{PYTHON[1]}}; read -r answer <&${{PYTHON[0]}}")
         else:
             assert language == "bash", f"block {number} of {page.name} cannot run: its language is {language!r}"
+            if page.name == "training.md":
+                assert RECORDING in (ROOT / "docs/policies/datasets.md").read_text()
+                text = text.replace(RECORDING, "mv recorded demos")
+            if page.name != "README.md":
+                text = ONLY_PRINTING.sub(lambda found: "" if found[0].strip() in README_RUNS else found[0], text)
             parts.append(text)
     return "\n".join(parts)
+
+
+README_RUNS = {command.strip() for command in ONLY_PRINTING.findall(script_of(ROOT / "README.md"))}
 
 
 def with_marks(page: Path) -> Any:
@@ -134,6 +149,8 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unuse
     script = script_of(page)
     script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script)
     script = script.replace("7860", str(webhooks)).replace("7870", str(registry))
+    for command, shorter in SHORTER.items():
+        script = re.sub(command, shorter, script, flags=re.MULTILINE)
     # Exit code 1 means that this machine is too slow or lacks a package. Any other code of these commands is an error.
     script = re.sub(r"^(robojax (?:check|doctor)\b[^#\n]*)", r"\1 || [ $? = 1 ] ", script, flags=re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROBOJAX_", "HF_"))}
