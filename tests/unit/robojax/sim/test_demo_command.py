@@ -18,10 +18,11 @@ from robojax.client import Client
 from robojax.sim.demo import serve_demo
 from service.http.server import CannotListen
 from service.processes import ChildDied
+from tests.testing.compiling import process_environment
 from tests.testing.http_answers import answering
 from tests.testing.pauses import Pauses
 from tests.testing.waiting import wait_until
-from tests.unit.robojax.sim.conftest import ROBOJAX, run_robojax
+from tests.unit.robojax.sim.conftest import ROBOJAX
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 
@@ -53,7 +54,8 @@ def test_too_few_lifted_cubes_are_a_failure(
 
 def test_stopped_demo_waits_for_a_person_and_repeats_the_episode(pauses: Pauses) -> None:
     command = [*ROBOJAX, "demo", "--headless", "--port", "0", "--episodes", "1", "--require", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    environment = process_environment(quick=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
         printed: list[str] = []
 
         def read_until(pattern: str) -> re.Match[str]:
@@ -129,8 +131,9 @@ def test_demo_takes_port_8001_or_a_free_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_demo_refuses_an_unloadable_policy(tmp_path: Path) -> None:
-    ended = run_robojax("demo", "--headless", "--port", "0", "--episodes", "1", "--policy", str(tmp_path))
-    assert ended.returncode == 4
+    arguments = ["--headless", "--port", "0", "--episodes", "1", "--policy", str(tmp_path)]
+    ended = CliRunner().invoke(app, arguments)
+    assert ended.exit_code == 4
     assert "the server refused the policy with 422: policy_path: " in ended.stderr
     assert '{"detail"' not in ended.stderr
     assert "robojax check" in ended.stderr

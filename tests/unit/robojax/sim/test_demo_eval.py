@@ -14,7 +14,7 @@ from robojax.cli.sim import evaluate as command
 from robojax.cli.sim import select_policy
 from robojax.sim.evaluation import Evaluation, SuccessGate, hash_policy_files
 from robojax.sim.tasks import PICK, TWO_CUBES, Outcome, Score, fisher, wilson
-from tests.unit.robojax.sim.conftest import run_robojax
+from tests.testing.models import compilation as compilation
 
 
 def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Evaluation:
@@ -58,10 +58,10 @@ def test_report_identifies_the_files_of_the_policy(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("can_draw")
-def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], tmp_path: Path):
+def test_cubes_are_counted_filmed_and_reported(run_command: Callable[..., Result], tmp_path: Path):
     arguments = ("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
-    ended = run_robojax("eval", *arguments)
-    assert ended.returncode == 1, ended.stderr
+    ended = run_command(*arguments)
+    assert ended.exit_code == 1, ended.stderr
     assert "at least 3 were required" in ended.stderr
     output = " ".join(ended.stdout.split())
     assert "pick up the red cube 2 2 0 0 100.0 % 34.2-100.0 %" in output, ended.stdout
@@ -71,29 +71,28 @@ def test_cubes_are_counted_filmed_and_reported(refused: Callable[..., Result], t
     assert {"jax", "mujoco", "robojax"} <= set(found["machine"]["packages"])
     for episode in found["episodes"]:
         assert (tmp_path / "run" / episode["film"]).stat().st_size > 1000
-    again = refused("--output", str(tmp_path / "run"))
+    again = run_command("--output", str(tmp_path / "run"))
     assert again.exit_code == 2
     assert "it is not overwritten" in again.stderr
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+def run_command() -> Iterator[Callable[..., Result]]:
     """Return a function that runs the command in this process."""
-    monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     app, ending = typer.Typer(), signal.getsignal(signal.SIGTERM)
     app.command()(command)
     yield lambda *arguments: CliRunner().invoke(app, arguments)
     signal.signal(signal.SIGTERM, ending)
 
 
-def test_policy_without_an_evaluation_is_explained(refused: Callable[..., Result], tmp_path: Path):
-    missing = refused("--policy.path", str(tmp_path))
+def test_policy_without_an_evaluation_is_explained(run_command: Callable[..., Result], tmp_path: Path):
+    missing = run_command("--policy.path", str(tmp_path))
     assert (missing.exit_code, "the folder is empty" in missing.stderr) == (3, True)
     assert "Traceback" not in missing.stderr
-    untrained = refused("--task", "two-cubes")
+    untrained = run_command("--task", "two-cubes")
     assert (untrained.exit_code, "robojax has none for the task two-cubes" in untrained.stderr) == (3, True)
     assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
-    assert refused("--whole-stack", "--delay", "1").exit_code == 2
+    assert run_command("--whole-stack", "--delay", "1").exit_code == 2
 
 
 def test_score_before_the_first_episode_is_empty():

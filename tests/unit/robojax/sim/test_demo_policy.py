@@ -11,6 +11,7 @@ from robojax.cli.sim import FIRST_SEED, select_policy
 from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE
 from robojax.sim.evaluation import STRIP, evaluate
 from robojax.sim.tasks import PICK, TWO_CUBES, Score
+from tests.testing.models import compilation as compilation
 
 CUBES = 5
 
@@ -27,11 +28,10 @@ def test_shipped_policy_matches_this_arm(shipped: jaxmodels.Policy):
 
 
 @pytest.mark.usefixtures("can_draw")
-@pytest.mark.parametrize("delay", [0, 2])
-def test_shipped_policy_lifts_unseen_cubes(shipped: jaxmodels.Policy, delay: int):
+def test_shipped_policy_lifts_unseen_cubes_despite_a_delay(shipped: jaxmodels.Policy):
     seeds = range(FIRST_SEED, FIRST_SEED + CUBES)
     score = Score()
-    for outcome in evaluate(shipped, seeds, delay=delay):
+    for outcome in evaluate(shipped, seeds, delay=2):
         score.outcomes.append(outcome)
         assert (outcome.number, outcome.seed) == (score.done, seeds[score.done - 1])
     assert score.done == CUBES
