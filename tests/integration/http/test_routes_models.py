@@ -17,6 +17,8 @@ import pytest
 import jaxmodels
 from service.engines.model_server import ModelProcess
 from tests.testing import rig
+from tests.testing.compiling import QUICK
+from tests.testing.models import compilation as compilation
 from tests.testing.rig import REAL, show, started
 from tests.testing.waiting import until
 from tests.unit.http.test_array_bodies import to_json, to_npz
@@ -316,6 +318,8 @@ async def test_ticks_are_on_time_during_forwards(serve, loaded):
 
 
 async def test_killed_model_process_is_503_and_restarts(model_folder, loaded, monkeypatch):
+    for name, value in QUICK.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(ModelProcess, "niceness", 1)  # Other test processes would starve a process of low priority.
     inputs = loaded.example(64) | {"hidden_states": np.ones((64, 4, 64, 64), np.float32)}
     long, short = write(inputs, NPZ), write(loaded.example(), NPZ)
