@@ -17,6 +17,7 @@ from huggingface_hub import constants
 
 from robojax.client import Client
 from service.state import load_registry_token
+from tests.testing.models import compilation as compilation
 from tests.testing.rig import REAL, started
 from tools import house
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from robojax.client import Client
+from tests.testing.models import compilation as compilation
 from tests.unit.robojax.cli.conftest import end
 
 POLICY = str(Path(__file__).parents[4] / "robojax" / "sim" / "policy")
