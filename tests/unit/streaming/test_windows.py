@@ -172,9 +172,7 @@ async def test_a_recording_of_a_direct_session_has_its_observations(serve, tmp_p
     settings = {"recordings": str(folder), "recording_free": 0, "recording_datasets": False}
     async with serve(policy=policy, **settings, create=False) as server:
         await server.create(record=True, action_steps=1)
-        async with server.client(
-            max_queue=None
-        ) as client:  # It reads no actions, so a short queue would delay its end.
+        async with server.client(max_queue=None) as client:  # It reads no actions; a full queue delays its end.
             await server.call("POST", "/sessions/arm/start")
             for moment in range(1, 91):  # The policy reads ten observations per second.
                 await client.send("observation", **observe(moment))
