@@ -698,7 +698,7 @@ async def test_deletion_during_an_update_is_written_next(servers: Servers, monke
 
 
 async def test_after_kills_no_session_is_lost_shared_or_moving(tmp_path: Path, database: PostgresServer) -> None:
-    found = await database_kills.campaign(tmp_path, 2, 5, database)  # One adoption, one restart.
+    found = await database_kills.campaign(tmp_path, 4, 5, database)
     assert {fault: found[fault] for fault in database_kills.FAULTS} == dict.fromkeys(database_kills.FAULTS, 0), found[
         "notes"
     ]

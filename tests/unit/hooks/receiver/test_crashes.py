@@ -123,7 +123,7 @@ async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str,
 
 @pytest.mark.timeout(180)
 async def test_each_event_takes_effect_once_over_kills(tmp_path: Path) -> None:
-    count = 500
-    found = await crash(tmp_path, count=count, kills=10, seed=count)
+    count = 1000
+    found = await crash(tmp_path, count=count, kills=20, seed=count)
     expected = {"effects": count, "effects_twice": 0, "lost": 0, "not_acknowledged": 0, "ends": {"done": count}}
     assert found == expected
