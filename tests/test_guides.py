@@ -28,7 +28,6 @@ from tests.testing.stub_hub import StubHub
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "robojax" / "sim" / "policy"
-DEMOS = ROOT / "tests" / "golden" / "files_of_0_1" / "dataset"
 MARKED = re.compile(r"^<!-- run(?:: save (\S+))? -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if MARKED.search(page.read_text())]
 # Repositories of a reader who has trained these policies: name to golden folder.
@@ -61,9 +60,6 @@ UNET: dict[str, Any] = {
 }
 # Shorter commands with the same effect: few timed inferences, a short motion, two demonstrations.
 SHORTER = {r"^(robojax check\b[^#\n]*)": r"\1 --runs 5 ", r"^sleep 5$": "sleep 1", r"--episodes 3\b": "--episodes 2"}
-# Commands without effects; README.md runs them first. datasets.md records the demonstrations of training.md.
-ONLY_PRINTING = re.compile(r"^robojax (?:check|doctor)\b[^#\n]*", re.MULTILINE)
-RECORDING = "robojax record-demo demos --episodes 3"
 SERVES = re.compile(r"robojax serve|/sessions|\.session\(")
 WAIT = 300  # Seconds that a page may take on a busy machine.
 
@@ -85,9 +81,8 @@ def hub(golden_folder: Callable[[str], Path]) -> Iterator[StubHub]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Return a folder with the files of a clone, and demonstrations; the guides may write to it."""
+    """Return a folder with the files of a clone that the guides read. The guides may write to it."""
     folder = tmp_path / "clone"
-    shutil.copytree(DEMOS, folder / "recorded", copy_function=shutil.copyfile)
     shutil.copytree(POLICY, folder / "robojax" / "sim" / "policy")
     (folder / ".venv").symlink_to(sys.prefix)
     write_unet(folder / "stable-diffusion" / "unet")
@@ -125,16 +120,8 @@ def script_of(page: Path) -> str:
                 parts.append(f"echo block{number}.py >&${{PYTHON[1]}}; read -r answer <&${{PYTHON[0]}}")
         else:
             assert language == "bash", f"block {number} of {page.name} cannot run: its language is {language!r}"
-            if page.name == "training.md":
-                assert RECORDING in (ROOT / "docs/policies/datasets.md").read_text()
-                text = text.replace(RECORDING, "mv recorded demos")
-            if page.name != "README.md":
-                text = ONLY_PRINTING.sub(lambda found: "" if found[0].strip() in README_RUNS else found[0], text)
             parts.append(text)
     return "\n".join(parts)
-
-
-README_RUNS = {command.strip() for command in ONLY_PRINTING.findall(script_of(ROOT / "README.md"))}
 
 
 def with_marks(page: Path) -> Any:
@@ -168,7 +155,9 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path, unuse
     run = subprocess.run(
         ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=WAIT, check=False
     )
-    assert run.returncode == 0, f"{page.name}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+    printed = f"{page.name}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+    assert run.returncode == 0, printed
+    assert "Traceback" not in run.stdout + run.stderr, printed  # A crashed command exits with 1, too.
 
 
 def test_pages_for_beginners_have_runnable_blocks() -> None:
