@@ -94,11 +94,6 @@ class Training:
     def batch(self, number: int) -> dict[str, np.ndarray]:
         return {name: array[number % len(array)] for name, array in self.batches.items()}
 
-    @cached_property
-    def first(self) -> Any:
-        """Loss, parts and gradient of the first step, which all runs share."""
-        return self.slope(self.parameters(), self.batch(0), self.noise[0])
-
     def train(self, run: str, steps: int) -> Steps:
         """Run the first steps of `robojax train` with LeRobot's preset and these rates."""
         rate, backbone_rate = self.optimizer["rates"][run]
@@ -114,7 +109,7 @@ class Training:
         parameters, seen = self.parameters(), []
         memory = rule.init(parameters)
         for number in range(steps):
-            value, gradient = self.slope(parameters, self.batch(number), self.noise[number]) if number else self.first
+            value, gradient = self.slope(parameters, self.batch(number), self.noise[number])
             with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power.
                 parameters, memory, norm = update(gradient, memory, parameters)
             seen.append((*value, norm))
@@ -159,7 +154,7 @@ def effective(name: str, tensor: np.ndarray) -> np.ndarray:
 
 
 def check_first_step(training: Training) -> None:
-    (value, parts), gradient = training.first
+    (value, parts), gradient = training.slope(training.parameters(), training.batch(0), training.noise[0])
     ours, theirs = training.by_their_names(gradient), training.recorded("gradient")
     assert set(ours) == set(theirs), "the trained weights must be the weights with a gradient in lerobot"
     assert float(value) == pytest.approx(training.found["preset.loss"][0], rel=TOLERANCE)

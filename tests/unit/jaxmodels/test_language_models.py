@@ -237,8 +237,9 @@ def test_other_instructions_use_the_same_program(policies, golden_folder) -> Non
     assert np.abs(other - both).max() > 1e-3
 
 
-def test_frames_of_another_size_compile_only_their_preparation(golden_folder, monkeypatch) -> None:
-    policy = jaxmodels.load_policy(golden_folder(PI05))
+@pytest.mark.parametrize("name", [SMOLVLA, PI05])
+def test_frames_of_another_size_compile_only_their_preparation(name: str, golden_folder, monkeypatch) -> None:
+    policy = jaxmodels.load_policy(golden_folder(name))
     policy.compile()
     compile, compiled = Programs._compile, []
 
@@ -262,8 +263,9 @@ def test_frames_of_another_size_compile_only_their_preparation(golden_folder, mo
     assert len(compiled) == 3
 
 
-def test_short_prompts_give_the_same_actions(policies, golden_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_short_prompts_give_the_same_actions(dtype: str, golden_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, (seen, noise) = jaxmodels.load_policy(golden_folder(PI05), dtype=dtype), recorded(golden_folder(PI05))
     lengths: list[int] = []
     run = policy._run
     monkeypatch.setattr(
@@ -273,7 +275,7 @@ def test_short_prompts_give_the_same_actions(policies, golden_folder, monkeypatc
     monkeypatch.setattr(pi0_config, "SHORT_PROMPTS", ())
     whole = policy.act(seen | {"task": ["pick"] * 2}, noise=noise)
     assert lengths == [64, 72]
-    assert relative_error(short, whole) < 1e-6
+    assert relative_error(short, whole) < (1e-6 if dtype == "float32" else 0.01)
 
 
 def test_long_instruction_is_cut_and_logged(policies, golden_folder, caplog: pytest.LogCaptureFixture) -> None:

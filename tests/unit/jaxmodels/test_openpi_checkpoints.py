@@ -158,6 +158,7 @@ def encode_aloha(actions: np.ndarray) -> np.ndarray:
 
 # Config, widths of state and action, prompt of "push_the block" with a place for the state's numbers.
 CASES = {
+    "pi0_aloha": (14, 14, "push the block\n"),
     "pi05_aloha": (14, 14, "Task: push the block, State: {};\nAction: "),
     "pi0_libero": (8, 7, "push the block\n"),
     "pi05_libero": (8, 7, "push the block\n"),
@@ -196,7 +197,7 @@ def test_openpi_checkpoint_acts_like_the_transforms_of_openpi(name: str, tmp_pat
     act = jax.jit(lambda weights, seen: get_policy_type(spec.model).act(config, weights, seen))
     raw = act(weights, seen)
     expected = normalize(np.asarray(raw, np.float64), stats["actions"], by_quantiles=by_quantiles, inverse=True)
-    deltas = {"pi05_aloha": 14, "pi0_libero": 6}.get(name, 0)
+    deltas = {"pi0_aloha": 14, "pi05_aloha": 14, "pi0_libero": 6}.get(name, 0)
     is_delta = (np.arange(actions) < deltas) & ~(is_aloha & np.isin(np.arange(actions), (6, 13)))
     expected = expected + np.where(is_delta, own[:, :actions], 0)[:, None]
     expected = encode_aloha(expected) if is_aloha else expected

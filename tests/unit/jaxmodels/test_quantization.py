@@ -75,7 +75,7 @@ POLICIES = {
     "act_state_only": {"int8": 0.02, "fp8": 0.06, "int8-weights": 0.015},
     "diffusion_env_state_ddim": {"int8": 0.06},
     "pi0_two_cameras": {"int8": 0.22},
-    "pi05_two_cameras": {"int8": 0.015},
+    "pi05_two_cameras": {"int8": 0.015, "fp8": 0.05},
     "smolvla_two_cameras": {"int8": 0.012},
 }
 
