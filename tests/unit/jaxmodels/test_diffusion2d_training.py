@@ -25,19 +25,18 @@ from tests.unit.jaxmodels.small_policies import TOY_ACTION as ACTION
 from tests.unit.jaxmodels.small_policies import TOY_CHUNK as CHUNK
 
 CONFIG, WHOLE = TOYS["diffusion2d"], WHOLES["diffusion2d"]
-TRAINED = dataclasses.replace(CONFIG, n_layers=1)  # Learns the toy task with half of the operations.
 batch_of = partial(random_batch, size=32)
 
 
 @pytest.fixture(scope="module")
 def toy() -> tuple[dict[str, jax.Array], jax.Array]:
     with jax.default_prng_impl("rbg"):  # The default generator compiles for 10 s.
-        return train_toy(TRAINED, 600, 4e-3)
+        return train_toy(CONFIG, 600, 4e-3)
 
 
 def test_samples_are_distributed_like_the_demonstrations(toy) -> None:
     weights, _ = toy
-    plan, schedule = blueprint_of(Diffusion2d, TRAINED), TRAINED.schedule
+    plan, schedule = blueprint_of(Diffusion2d, CONFIG), CONFIG.schedule
     assert isinstance(schedule, FlowSchedule)
 
     @jax.jit
@@ -62,7 +61,7 @@ def test_samples_are_distributed_like_the_demonstrations(toy) -> None:
 
 def test_policy_with_trained_prefix_continues_plans_on_their_side(toy) -> None:
     weights, _ = toy
-    run = jax.jit(partial(act, TRAINED))
+    run = jax.jit(partial(act, CONFIG))
     actions = side_plan()
     observation = Observation(state=np.full((4, 1), 0.3, np.float32))
     alone = run(weights, observation)

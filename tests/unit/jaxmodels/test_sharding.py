@@ -82,9 +82,7 @@ for folder in sys.argv[1:]:
     chunk = policy.act(observation)
     size = sum(weight.nbytes for weight in policy._weights.arrays)
     kind = policy.requirements.policy_type
-    # Two devices split the same axes as eight, and three more weights of SmolVLA. Four add no axis.
-    counts = (2, 8) if kind in ("act", "smolvla") else (8,)
-    for names in (["cpu:7"], *([f"cpu:{i}" for i in range(count)] for count in counts)):
+    for names in (["cpu:7"], *([f"cpu:{i}" for i in range(count)] for count in (2, 8))):  # Four split no other axis.
         other = policy.on("+".join(names))
         held = [0] * 8
         for shard in (shard for weight in other._weights.arrays for shard in weight.addressable_shards):
@@ -117,8 +115,7 @@ def test_parallel_forward_equals_forward_on_one_device(errors: dict[str, list[fl
 def test_copied_or_split_policies_act_as_on_one_device(errors: dict[str, list[float]]) -> None:
     for kind in policy_types():
         copied, *split = errors[kind]
-        assert len(split) == 1 + (kind in ("act", "smolvla"))
-        assert (copied, max(split) < 1e-5) == (0, True), (kind, copied, split)
+        assert (copied, len(split), max(split) < 1e-5) == (0, 2, True), (kind, copied, split)
 
 
 def test_each_weight_names_its_axes() -> None:

@@ -37,7 +37,8 @@ for name, changes in {meshes!r}.items():
 """
 MESHES = {
     "one": {"data": 1},
-    "both": {"data": 2, "fsdp": None, "gradient_accumulation_steps": 2},
+    "fsdp": {"fsdp": None},
+    "both": {"data": 2, "fsdp": 2, "gradient_accumulation_steps": 2},
 }
 
 
@@ -47,7 +48,7 @@ def script(states: Path, output: Path, meshes: dict[str, Any], address: str = ""
 
 @pytest.fixture(scope="module")
 def trained(states: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of trainings on one CPU device and on a mesh of four."""
+    """Return the folder of trainings on one CPU device and on meshes of four."""
     output = tmp_path_factory.mktemp("runs")
     code = script(states, output, MESHES)
     options = {"env": process_environment(devices=4, quick=True), "capture_output": True, "text": True}
@@ -63,8 +64,9 @@ def same_weights(one: Path, other: Path) -> None:
         np.testing.assert_allclose(theirs[name], array, atol=2e-4, err_msg=name)
 
 
-def test_four_devices_train_the_same_policy_as_one(trained: Path) -> None:
-    same_weights(trained / "one", trained / "both")
+@pytest.mark.parametrize("name", ["fsdp", "both"])
+def test_four_devices_train_the_same_policy_as_one(name: str, trained: Path) -> None:
+    same_weights(trained / "one", trained / name)
 
 
 def test_two_processes_train_the_same_policy_as_one(states: Path, trained: Path, tmp_path: Path) -> None:
