@@ -10,7 +10,7 @@ from jaxtyping import install_import_hook
 
 from tests.testing.pauses import Pauses
 
-# JAX and NNX create so many objects that looking for cycles of garbage takes a tenth of the time by default.
+# JAX and NNX create many objects: with the default threshold, looking for cycles takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 # Check array shapes at every call. The hook must be installed before the package is imported.
 install_import_hook("jaxmodels", "beartype.beartype")
