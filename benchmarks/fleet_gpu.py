@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -317,6 +318,8 @@ def read_numbers(text: str) -> list[int]:
 
 
 def read_frame(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[1-9]\d{1,3}x[1-9]\d{1,3}", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}; wanted HEIGHTxWIDTH in pixels, for example 480x640")
     height, width = map(int, text.split("x"))
     return height, width
 

@@ -33,7 +33,7 @@ def load(
     Args:
         dtype: bfloat16 is what the configs of pi0 and pi0.5 ask for; others use autocast, as LeRobot's `use_amp` does.
         cameras: two when None.
-        has_weights: otherwise the folder has none, and the policy those that it begins a training with.
+        has_weights: whether the folder has weights; without them, LeRobot draws the weights of a new policy.
         is_small: pi0 and pi0.5 have the sizes of `vla_latency.ARCHITECTURE`.
     """
     from lerobot.configs import PreTrainedConfig  # pyright: ignore[reportMissingImports]
